@@ -1,0 +1,101 @@
+"""What the scheduler hands the runner for one step, and what comes back.
+
+Plain values, immutable, rebuilt every step: nothing about which row has which adapter outlives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence's next token is drawn. Mirrors ``Sampling`` of the wire; off values are explicit.
+
+    The noise of a draw depends on ``(seed, position, token)`` alone, so a sequence continues elsewhere with
+    the same text.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    seed: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapter:
+    """An adapter for the length of one step: which pages of the pool it owns."""
+
+    adapter_id: int
+    """Never reused while the process lives; 0, the base model, does not appear here."""
+    pages: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's part of a step: ``len(tokens)`` tokens from position ``start`` on."""
+
+    seq_id: int
+    tokens: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    """The block table; covers ``start + len(tokens)`` tokens."""
+    adapter: StepAdapter | None = None
+    adapter_start: int = 0
+    """First position to which the adapter applies (0, but for activated LoRA)."""
+    sampling: SamplingParams | None = None
+    """None: the chunk does not reach the end of what is known, so no token is sampled."""
+    prompt_tokens: Sequence[int] = ()
+    """Filled only when penalties need it, like ``output_tokens``."""
+    output_tokens: Sequence[int] = ()
+    banned_tokens: Sequence[int] = ()
+    """Tokens that may not be sampled now (the end tokens, while under ``min_tokens``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. Rows are in batch order: decodes first, then prefill chunks."""
+
+    rows: tuple[StepRow, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+    """(source, target) blocks to copy before the pass: a shared partial block about to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    chosen: float
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What came out of one row that had ``sampling``."""
+
+    seq_id: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Set when the row's logits were not finite; ``token`` means nothing then."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    rows: tuple[RowResult, ...] = field(default=())
+    """One for each row with ``sampling``, in batch order."""
