@@ -1,0 +1,31 @@
+"""The FastAPI application: routes, error handling, and services for as long as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+
+from gateway.api import adapters, admin, chat, completions, health, models
+from gateway.errors import install_error_handling
+from gateway.services import Services, open_services
+from gateway.settings import GatewaySettings
+
+ServicesFactory = Callable[[GatewaySettings], AbstractAsyncContextManager[Services]]
+
+
+def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = open_services) -> FastAPI:
+    """Returns the gateway's ASGI application. Its services open when it starts and close when it stops."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_services(settings) as services:
+            app.state.services = services
+            yield
+
+    app = FastAPI(title="Loraplex", lifespan=lifespan, redoc_url=None)
+    install_error_handling(app)
+    for module in (chat, completions, models, adapters, admin, health):
+        app.include_router(module.router)
+    return app

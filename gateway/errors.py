@@ -1,0 +1,182 @@
+"""Every error of the gateway in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+
+_TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_INTERNAL_MESSAGE = "The server had an error while processing your request. Its request id is in the header x-request-id."
+
+
+class ApiError(Exception):
+    """An answer other than success. `message` is for the client's eyes; it names the fault and the mend.
+
+    `param` is the field at fault; `code` a word that programs can compare; `headers` go into the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON object that is the answer's body, and a stream's error event."""
+        return error_body(self.message, type=self.type, code=self.code, param=self.param)
+
+
+def invalid_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """Returns the 400 for a request that can never succeed as it stands."""
+    return ApiError(400, message, type="invalid_request_error", param=param, code=code)
+
+
+def unavailable(message: str, *, retry_after_s: int = 1, code: str = "engine_unavailable") -> ApiError:
+    """Returns the 503 for what may well succeed a little later."""
+    return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def error_body(message: str, *, type: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Returns OpenAI's error object."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def error_response(error: ApiError) -> Response:
+    """Returns the HTTP response for an error."""
+    return Response(
+        orjson.dumps(error.body()), error.status, headers=error.headers, media_type="application/json"
+    )
+
+
+def install_error_handling(app: FastAPI) -> None:
+    """Makes every error of the app, from unknown routes to bugs, come out in OpenAI's shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_middleware(ErrorBoundary)
+
+
+class ErrorBoundary:
+    """ASGI middleware: gives each response an `x-request-id`, and answers 500 for what nobody caught.
+
+    The client learns nothing of the fault but the id; the log holds the traceback under the same id.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request; passes other kinds of scope through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"].append((REQUEST_ID_HEADER.encode(), request_id.encode()))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("request %s (%s %s) failed", request_id, scope["method"], scope["path"])
+            if not started:
+                error = ApiError(500, _INTERNAL_MESSAGE, type="server_error", code="internal_error")
+                await error_response(error)(scope, receive, send_with_id)
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own errors: an unknown route or method, a body that cannot be read."""
+    assert isinstance(error, HTTPException)
+    message, code = str(error.detail), None
+    if error.status_code == 404:
+        message, code = f"There is no route {request.method} {request.url.path}.", "unknown_url"
+    elif error.status_code == 405:
+        message, code = f"{request.url.path} does not answer to {request.method}.", "method_not_allowed"
+    kind = _TYPE_OF_STATUS.get(error.status_code, "server_error")
+    return error_response(
+        ApiError(error.status_code, message, type=kind, code=code, headers=error.headers)
+    )
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    """A body or parameter that pydantic refuses. Only the first fault is told, as OpenAI does."""
+    assert isinstance(error, RequestValidationError)
+    return error_response(validation_error(error.errors()))
+
+
+def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Returns the 400 for pydantic's list of faults: `param` names the field as `messages[0].content`."""
+    # Of a field with several permitted types, pydantic tells a fault per type; the deepest one knows the most.
+    # An unknown or unsupported field goes first: it is often why the rest does not fit.
+    fault = min(faults, key=lambda fault: (fault["type"] not in ("extra_forbidden", "unsupported"), -len(fault["loc"])))
+    param = _param_of(fault["loc"])
+    if fault["type"] == "json_invalid":
+        return invalid_request("The request's body is not valid JSON.", code="invalid_json")
+    if fault["type"] == "extra_forbidden":
+        return invalid_request(f"Unrecognized request argument supplied: {param}", param=param)
+    if fault["type"] == "missing" and param is None:
+        return invalid_request("The request has no JSON body with 'Content-Type: application/json'.")
+    if fault["type"] == "missing":
+        return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    if fault["type"] == "unsupported":
+        return invalid_request(fault["msg"], param=param, code="unsupported_parameter")
+    message = f"Invalid value for '{param}': {fault['msg']}." if param else f"Invalid request: {fault['msg']}."
+    return invalid_request(message, param=param, code="invalid_value")
+
+
+def _param_of(location: Sequence[str | int]) -> str | None:
+    """Turns `("body", "messages", 0, "content", "str")` into `messages[0].content`."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPE_NAMES:
+            path += f".{part}" if path else part
+    return path or None
+
+
+# What pydantic inserts into a location for the member of a union that it tried.
+_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "dict", "list", "none"})

@@ -1,0 +1,74 @@
+"""What a gateway process holds while it serves, built in one place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from adapters.blob_store import BlobStore
+from adapters.leases import EngineLeases
+from adapters.registry import Registry
+from gateway.auth import Authenticator
+from gateway.engine_client import EngineFleet
+from gateway.keys import Keys
+from gateway.metrics import Metrics
+from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
+from gateway.tokenizer import Tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that handlers use, through `request.app.state.services`. Nothing else is global."""
+
+    settings: GatewaySettings
+    redis: Redis
+    authenticator: Authenticator
+    tenants: Tenants
+    keys: Keys
+    registry: Registry
+    store: BlobStore
+    engines: EngineFleet
+    tokenizers: Tokenizers
+    metrics: Metrics
+
+
+@asynccontextmanager
+async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
+    """Builds the services, starts what runs in the background, and ends all of it on leaving.
+
+    Waits for nothing: Redis and the engines may come later, and `/ready` says so until then.
+    """
+    async with AsyncExitStack() as stack:
+        redis = Redis.from_url(settings.redis_url)
+        stack.push_async_callback(redis.aclose)
+        tenants, keys = Tenants(redis), Keys(redis)
+        authenticator = Authenticator(
+            redis,
+            tenants,
+            keys,
+            operator_key=settings.operator_key,
+            cache_s=settings.auth_cache_s,
+            grace_s=settings.auth_grace_s,
+        )
+        await authenticator.start()
+        stack.push_async_callback(authenticator.close)
+        tokenizers = Tokenizers()
+        engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
+        await engines.start()
+        stack.push_async_callback(engines.close)
+        yield Services(
+            settings=settings,
+            redis=redis,
+            authenticator=authenticator,
+            tenants=tenants,
+            keys=keys,
+            registry=Registry(redis),
+            store=BlobStore(settings.store),
+            engines=engines,
+            tokenizers=tokenizers,
+            metrics=Metrics(),
+        )
