@@ -1,0 +1,34 @@
+"""Rotary position embedding, and the write of keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from kernels.plans import AttentionPlan
+
+
+def rope_write_kv(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    plan: AttentionPlan,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    num_heads: int,
+) -> None:
+    """Rotate q and k **in place** in ``qkv``, then write k and v to the cache at ``plan.slots``.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) * D], contiguous; a row is (q heads | k heads | v heads).
+        cos_sin: [max_len, D] float32; a row is (cos of D/2 frequencies | sin of the same). Pairs are
+            (i, i + D/2), as Hugging Face's ``rotate_half`` has them.
+        plan: ``positions`` and ``slots`` are read. A row with slot -1 is left alone.
+        k_cache, v_cache: one layer's [num_blocks, Hkv, 16, D].
+        num_heads: Hq.
+    """
+    if qkv.is_cuda:
+        from kernels.gpu import kv_write as gpu
+
+        return gpu.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)
+    reference.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)

@@ -1,0 +1,39 @@
+"""Causal attention of a ragged batch over the paged cache: decode, prefill and chunks in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from kernels.plans import AttentionPlan
+
+
+def paged_attention(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    num_heads: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from the q part of ``qkv`` to the cached keys and values of each row's own sequence.
+
+    Keys and values of the step's own tokens must be in the cache already (``rope_write_kv``). What a block
+    holds beyond its sequence's context is masked, never multiplied by zero.
+
+    Args:
+        qkv: [T, at least Hq * D], unit column stride; the first Hq * D columns are the rotated queries.
+        k_cache, v_cache: one layer's [num_blocks, Hkv, 16, D]; Hq is a multiple of Hkv.
+        plan: see ``AttentionPlan``.
+        num_heads: Hq.
+        scale: factor on the scores, usually 1 / sqrt(D).
+
+    Returns:
+        [T, Hq * D] in qkv's dtype. Rows that no sequence owns are zero on the CPU, undefined on a GPU.
+    """
+    if qkv.is_cuda:
+        from kernels.gpu import paged_attention as gpu
+
+        return gpu.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
+    return reference.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
