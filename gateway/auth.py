@@ -1,0 +1,255 @@
+"""Who is calling: from the `Authorization` header to a Principal.
+
+A worker keeps what it looked up, so that a request costs no Redis round trip, and Redis pushes each change of
+a key or a tenant over a channel. An entry is believed for `auth_cache_s` while the push works. When the push
+is lost, or silent for longer than a heartbeat allows, everything cached so far must be looked up again, and
+is then believed for half a second only; so a revoked key stops within a second either way. When Redis cannot
+be reached at all, a known key goes on for `auth_grace_s`, and an unknown one gets 503: neither yes nor no can
+be said of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from fastapi import Request
+from pydantic import SecretStr
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import RedisError
+
+from gateway.errors import ApiError
+from gateway.keys import NO_TENANT, OPERATOR_ID, KeyRecord, Keys, digest_of, id_of
+from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenants
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 0.2
+_SILENCE_S = 0.5
+_MAX_AGE_WITHOUT_PUSH_S = 0.4
+_LOOKUP_TIMEOUT_S = 1.0
+_RETRY_S = 0.25
+_MAX_ENTRIES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The caller of a request. All of it comes from the key; the operator's `tenant_id` is empty."""
+
+    tenant_id: str
+    key_id: str
+    scopes: frozenset[str]
+    prefix_sharing: PrefixSharing
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    record: KeyRecord
+    principal: Principal
+    suspended: bool
+    checked_at: float  # time.monotonic()
+
+
+class Authenticator:
+    """Turns `Authorization` headers into principals, from a cache that Redis keeps true.
+
+    `start` begins to follow Redis' push and `close` ends it; without `start`, entries are believed for half a
+    second.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        tenants: Tenants,
+        keys: Keys,
+        *,
+        operator_key: SecretStr | None,
+        cache_s: float,
+        grace_s: float,
+    ) -> None:
+        self._redis = redis
+        self._tenants = tenants
+        self._keys = keys
+        self._operator_digest = digest_of(operator_key.get_secret_value()) if operator_key else None
+        self._cache_s = cache_s
+        self._grace_s = grace_s
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._changes = 0  # counts what was pushed, so that a look-up that a change overtook is not kept
+        self._pushed_since: float | None = None  # None while the push is lost
+        self._redis_failed_at = float("-inf")
+        self._follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Follows changes from now on, in a task of its own. Returns at once, also while Redis is away."""
+        self._follower = asyncio.create_task(self._follow(), name="auth-push")
+
+    async def close(self) -> None:
+        """Ends the task that `start` began."""
+        if self._follower:
+            self._follower.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._follower
+
+    async def authenticate(self, header: str | None) -> Principal:
+        """Returns whose key the header holds.
+
+        Raises ApiError: 401 for a key that is absent, malformed, unknown, revoked or expired, with the same
+        answer for all but an absent or an expired one; 403 when the tenant is suspended; 503 for a key not
+        seen before while Redis is away.
+        """
+        key = _bearer(header)
+        digest = digest_of(key)
+        if self._operator_digest and hmac.compare_digest(self._operator_digest, digest):
+            return _OPERATOR
+        key_id = id_of(key)
+        if key_id is None or (key_id == OPERATOR_ID and self._operator_digest):
+            raise _unauthorized()
+        entry = await self._find(key_id)
+        if entry is None or not hmac.compare_digest(entry.record.digest, digest):
+            raise _unauthorized()
+        if entry.record.expires and time.time() >= entry.record.expires:
+            raise _unauthorized("This API key has expired. Ask your operator for a new one.")
+        if entry.suspended:
+            raise ApiError(
+                403,
+                "This tenant is suspended. Ask your operator.",
+                type="permission_error",
+                code="tenant_suspended",
+            )
+        return entry.principal
+
+    async def _find(self, key_id: str) -> _Entry | None:
+        """Returns what is known of a key: from memory while that may be believed, else from Redis."""
+        entry = self._entries.get(key_id)
+        now = time.monotonic()
+        if entry and self._fresh(entry, now):
+            return entry
+        may_wait = entry is not None and now - entry.checked_at < self._grace_s
+        if may_wait and now - self._redis_failed_at < _RETRY_S:
+            return entry
+        try:
+            async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+                return await self._look_up(key_id)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._redis_failed_at = time.monotonic()
+            if may_wait:
+                return entry
+            raise ApiError(
+                503,
+                "API keys cannot be checked at the moment. Try again shortly.",
+                type="server_error",
+                code="key_store_unavailable",
+                headers={"Retry-After": "1"},
+            ) from error
+
+    def _fresh(self, entry: _Entry, now: float) -> bool:
+        if self._pushed_since is None:
+            return now - entry.checked_at < _MAX_AGE_WITHOUT_PUSH_S
+        return entry.checked_at >= self._pushed_since and now - entry.checked_at < self._cache_s
+
+    async def _look_up(self, key_id: str) -> _Entry | None:
+        changes, checked_at = self._changes, time.monotonic()
+        record = await self._keys.get(key_id)
+        entry = await self._entry_of(record, checked_at) if record else None
+        if entry is None:
+            self._entries.pop(key_id, None)
+        elif changes == self._changes:
+            self._entries[key_id] = entry
+            self._entries.move_to_end(key_id)
+            if len(self._entries) > _MAX_ENTRIES:
+                self._entries.popitem(last=False)
+        return entry
+
+    async def _entry_of(self, record: KeyRecord, checked_at: float) -> _Entry | None:
+        if record.tenant_id == NO_TENANT:
+            return _Entry(record, _OPERATOR, suspended=False, checked_at=checked_at)
+        tenant = await self._tenants.get(record.tenant_id)
+        if tenant is None:
+            return None
+        principal = Principal(tenant.id, record.id, record.scopes, tenant.prefix_sharing, tenant.weight)
+        return _Entry(record, principal, tenant.suspended, checked_at)
+
+    async def _follow(self) -> None:
+        """Listens to Redis' push for ever, and begins anew when it is lost."""
+        while True:
+            try:
+                async with self._redis.pubsub() as pubsub:
+                    await asyncio.wait_for(pubsub.subscribe(AUTH_CHANNEL), _LOOKUP_TIMEOUT_S)
+                    await self._listen(pubsub)
+            except (RedisError, OSError, TimeoutError) as error:
+                if self._pushed_since is not None:
+                    logger.warning(
+                        "lost the push of key changes (%s); asking Redis instead", type(error).__name__
+                    )
+                self._pushed_since = None
+            await asyncio.sleep(_RETRY_S)
+
+    async def _listen(self, pubsub: PubSub) -> None:
+        """Applies messages until the connection breaks, or is silent for longer than a heartbeat's answer
+        takes."""
+        heard_at = time.monotonic()
+        while True:
+            message = await asyncio.wait_for(pubsub.get_message(timeout=_HEARTBEAT_S), _SILENCE_S)
+            if message is None:
+                if time.monotonic() - heard_at > _SILENCE_S:
+                    raise TimeoutError
+                await pubsub.ping()
+                continue
+            heard_at = time.monotonic()
+            if message["type"] == "subscribe":
+                # Also after redis-py reconnected on its own: what was cached before may have missed a change.
+                self._pushed_since = heard_at
+            elif message["type"] == "message":
+                self._apply(message["data"])
+
+    def _apply(self, data: bytes | str) -> None:
+        kind, _, name = (data.decode() if isinstance(data, bytes) else data).partition(":")
+        self._changes += 1
+        if kind == "key":
+            self._entries.pop(name, None)
+        elif kind == "tenant":
+            for key_id in [i for i, entry in self._entries.items() if entry.principal.tenant_id == name]:
+                del self._entries[key_id]
+
+
+async def ensure_operator_key(keys: Keys, configured: SecretStr | None) -> str | None:
+    """Makes the operator's key at the first start, unless the settings hold one. Returns it to be printed,
+    once."""
+    return None if configured else await keys.create_operator()
+
+
+def require(scope: str) -> Callable[[Request], Awaitable[Principal]]:
+    """Returns a FastAPI dependency that yields the caller, and refuses with 403 a key without this scope."""
+
+    async def caller(request: Request) -> Principal:
+        authenticator: Authenticator = request.app.state.services.authenticator
+        principal = await authenticator.authenticate(request.headers.get("authorization"))
+        if scope not in principal.scopes:
+            message = f"This API key has no scope '{scope}'."
+            raise ApiError(403, message, type="permission_error", code="missing_scope")
+        return principal
+
+    return caller
+
+
+_OPERATOR = Principal(NO_TENANT, OPERATOR_ID, frozenset({"admin"}), PrefixSharing.PRIVATE, 1.0)
+
+
+def _bearer(header: str | None) -> str:
+    scheme, _, key = (header or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise _unauthorized("No API key was given. Send it as 'Authorization: Bearer lpx_...'.")
+    return key.strip()
+
+
+def _unauthorized(message: str = "The API key is not valid.") -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)

@@ -1,0 +1,61 @@
+"""Everything a gateway process can be told, in one frozen object. The environment is read here and nowhere
+else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_MIB = 1024 * 1024
+_GIB = 1024 * _MIB
+
+
+class GatewaySettings(BaseSettings):
+    """Settings of `loraplex gateway`: a flag wins over the environment, the environment over the default."""
+
+    model_config = SettingsConfigDict(env_prefix="LORAPLEX_", frozen=True, extra="ignore")
+
+    host: str = Field("127.0.0.1", description="Address that the HTTP server binds.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6380/0",
+        description="Redis or Valkey that holds tenants, keys, adapters and engines.",
+    )
+    store: Path = Field(
+        Path("var/store"), description="Folder of the adapters' files, the same one that the engines read."
+    )
+    operator_key: SecretStr | None = Field(
+        None,
+        description="Key of the operator, for `/admin`; without it one is made at first start and printed.",
+    )
+    max_adapter_bytes: int = Field(
+        4 * _GIB,
+        ge=_MIB,
+        description="Largest upload of one adapter, in bytes; a larger one is refused with 413.",
+    )
+    auth_cache_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long a key is answered from memory while Redis pushes changes.",
+    )
+    auth_grace_s: float = Field(
+        300.0, ge=0, description="How long a known key keeps working while Redis cannot be reached."
+    )
+    resume_timeout_s: float = Field(
+        30.0, ge=0, description="How long a request whose engine is lost waits for one to go on with."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe line logged."
+    )
+
+
+def environment_table() -> str:
+    """Returns the Markdown table of all settings, one row each; the documentation holds exactly this text."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for name, field in GatewaySettings.model_fields.items():
+        default = "" if field.default is None else f"`{field.default}`"
+        rows.append(f"| `LORAPLEX_{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(rows) + "\n"

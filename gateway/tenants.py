@@ -1,0 +1,160 @@
+"""Tenants in Redis: the sole writer of these keys.
+
+    loraplex:tenants            set of tenant ids
+    loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended
+    loraplex:auth               channel: `tenant:<id>` and `key:<id>`, published with each change
+
+Each write and its message are one Lua script, so that nobody sees half of a change, or a change that was not
+pushed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from redis.asyncio import Redis
+
+AUTH_CHANNEL = "loraplex:auth"
+_INDEX = "loraplex:tenants"
+
+_CREATE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('SADD', KEYS[2], ARGV[1])
+return 1
+"""
+_UPDATE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+redis.call('PUBLISH', ARGV[2], 'tenant:' .. ARGV[1])
+return 1
+"""
+_DELETE = """
+redis.call('SREM', KEYS[2], ARGV[1])
+redis.call('PUBLISH', ARGV[2], 'tenant:' .. ARGV[1])
+return redis.call('DEL', KEYS[1])
+"""
+
+
+class PrefixSharing(StrEnum):
+    """Who may share KV blocks of equal prefixes with a tenant."""
+
+    PRIVATE = "private"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A customer. `created` is in Unix seconds; `weight` is its share of an engine when several have work
+    waiting."""
+
+    id: str
+    name: str
+    weight: float = 1.0
+    prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE
+    created: int = 0
+    suspended: bool = False
+
+
+class TenantExists(Exception):
+    """A tenant of this id is there already."""
+
+
+def tenant_key(tenant_id: str) -> str:
+    """The Redis key of a tenant's document."""
+    return f"loraplex:tenant:{tenant_id}"
+
+
+class Tenants:
+    """Creates, reads, changes and deletes tenants. Methods raise redis' own errors when Redis is away."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._create = redis.register_script(_CREATE)
+        self._update = redis.register_script(_UPDATE)
+        self._delete = redis.register_script(_DELETE)
+
+    async def create(
+        self,
+        name: str,
+        *,
+        tenant_id: str | None = None,
+        weight: float = 1.0,
+        prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE,
+    ) -> Tenant:
+        """Adds a tenant, under a random id when none is given. Raises TenantExists when the id is taken."""
+        tenant_id = tenant_id or f"t-{secrets.token_hex(6)}"
+        tenant = Tenant(tenant_id, name, weight, prefix_sharing, created=int(time.time()))
+        fields = _to_fields({key: value for key, value in asdict(tenant).items() if key != "id"})
+        if not await self._create(keys=[tenant_key(tenant_id), _INDEX], args=[tenant_id, *fields]):
+            raise TenantExists(tenant_id)
+        return tenant
+
+    async def get(self, tenant_id: str) -> Tenant | None:
+        """Returns the tenant, or None when there is none of this id."""
+        document = await read_document(self._redis, tenant_key(tenant_id))
+        return _from_document(tenant_id, document) if document else None
+
+    async def all(self) -> list[Tenant]:
+        """Returns all tenants, oldest first."""
+        documents = await read_documents(self._redis, _INDEX, tenant_key)
+        found = [_from_document(tenant_id, document) for tenant_id, document in documents.items()]
+        return sorted(found, key=lambda tenant: (tenant.created, tenant.id))
+
+    async def update(self, tenant_id: str, changes: Mapping[str, str | float | bool]) -> Tenant | None:
+        """Writes the given fields and tells every gateway. Returns the tenant after it, or None when there is
+        none."""
+        if changes:
+            fields = _to_fields(changes)
+            await self._update(keys=[tenant_key(tenant_id)], args=[tenant_id, AUTH_CHANNEL, *fields])
+        return await self.get(tenant_id)
+
+    async def delete(self, tenant_id: str) -> bool:
+        """Removes the tenant's document, and nothing else of it. Returns whether there was one."""
+        return bool(await self._delete(keys=[tenant_key(tenant_id), _INDEX], args=[tenant_id, AUTH_CHANNEL]))
+
+
+def _to_fields(values: Mapping[str, str | float | bool]) -> list[str]:
+    fields: list[str] = []
+    for key, value in values.items():
+        fields += [key, str(int(value)) if isinstance(value, bool) else str(value)]
+    return fields
+
+
+def _from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
+    return Tenant(
+        id=tenant_id,
+        name=fields["name"],
+        weight=float(fields["weight"]),
+        prefix_sharing=PrefixSharing(fields["prefix_sharing"]),
+        created=int(fields["created"]),
+        suspended=fields["suspended"] == "1",
+    )
+
+
+async def read_document(redis: Redis, key: str) -> dict[str, str]:
+    """Returns a hash as text; empty when the key is not there."""
+    return _decoded(await redis.hgetall(key))
+
+
+async def read_documents(redis: Redis, index: str, key_of: Callable[[str], str]) -> dict[str, dict[str, str]]:
+    """Returns the hash of each member of a set, by member, without those deleted meanwhile."""
+    members = sorted(_text(member) for member in await redis.smembers(index))
+    async with redis.pipeline(transaction=False) as pipe:
+        for member in members:
+            pipe.hgetall(key_of(member))
+        documents = await pipe.execute()
+    found = zip(members, documents, strict=True)
+    return {member: _decoded(document) for member, document in found if document}
+
+
+def _decoded(document: Mapping[bytes | str, bytes | str]) -> dict[str, str]:
+    return {_text(key): _text(value) for key, value in document.items()}
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
