@@ -1,0 +1,41 @@
+"""The `loraplex` command. Each subcommand is a module of gateway/commands, imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from gateway.commands import engine, gateway, keys, tenants, up
+from gateway.commands.exits import CommandFailed
+
+app = typer.Typer(
+    name="loraplex",
+    help=(
+        "Serve many LoRA fine-tunes of one base model to many tenants.\n\n"
+        "Start everything on this machine with `loraplex up`, make a tenant and a key with "
+        "`loraplex tenants create` and `loraplex keys create`, and upload a fine-tune with `adapters upload`."
+    ),
+    epilog=(
+        "Exit codes: 0 done; 1 the server failed; 2 wrong usage; 3 the key was refused; "
+        "4 there is no such thing; 5 the server cannot be reached."
+    ),
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("up")(up.up)
+app.command("gateway")(gateway.gateway)
+app.command("engine", context_settings=engine.PASS_ALL, add_help_option=False)(engine.engine)
+app.add_typer(tenants.app, name="tenants")
+app.add_typer(keys.app, name="keys")
+
+
+def main() -> None:
+    """Runs the command line, and turns a failure into one line on stderr and its exit code."""
+    try:
+        app()
+    except CommandFailed as failure:
+        typer.echo(f"error: {failure}", err=True)
+        sys.exit(failure.exit_code)

@@ -1,0 +1,1 @@
+"""The subcommands of `loraplex`, one module each."""

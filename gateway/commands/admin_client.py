@@ -1,0 +1,82 @@
+"""What `loraplex tenants` and `loraplex keys` share: calling a gateway's admin API, and showing what it
+answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gateway.commands.exits import CommandFailed, Exit
+
+_TIMEOUT_S = 30.0
+_EXIT_OF_STATUS = {
+    400: Exit.USAGE,
+    401: Exit.REFUSED_KEY,
+    403: Exit.REFUSED_KEY,
+    404: Exit.NOT_FOUND,
+    409: Exit.USAGE,
+}
+
+Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of a gateway.")]
+ApiKey = Annotated[
+    str, typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="The operator's key.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class AdminClient:
+    """Calls a gateway's admin API with one key. Raises CommandFailed for everything but success."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        if not api_key:
+            raise CommandFailed("Give the operator's key with --api-key or LORAPLEX_API_KEY.", Exit.USAGE)
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Sends one request below `/admin` and returns the JSON object of the answer."""
+        try:
+            answer = httpx.request(
+                method, f"{self._url}/admin{path}", headers=self._headers, json=body, timeout=_TIMEOUT_S
+            )
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise CommandFailed(f"No gateway answers at {self._url}: {reason}.", Exit.UNREACHABLE) from None
+        if answer.is_success:
+            return answer.json()
+        raise CommandFailed(_message_of(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.FAILURE))
+
+
+def quoted(segment: str) -> str:
+    """An id as one segment of a path, whatever a user typed."""
+    return quote(segment, safe="")
+
+
+def show_json(value: object) -> None:
+    """Prints a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows under headings; whole, also where the terminal is narrow."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+
+
+def _message_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"The server answered {answer.status_code} without a reason; is it a Loraplex gateway?"

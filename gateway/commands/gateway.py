@@ -1,0 +1,99 @@
+"""`loraplex gateway`: the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.commands.exits import CommandFailed, Exit
+
+if TYPE_CHECKING:
+    from gateway.settings import GatewaySettings
+
+_RETRY_S = 1.0
+_SHUTDOWN_S = 10
+
+
+def gateway(
+    host: Annotated[str | None, typer.Option(help="Address to bind. Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind. Default 8000.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="Redis or Valkey to use.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of the adapters' files, shared with engines.")
+    ] = None,
+) -> None:
+    """Run a gateway: the OpenAI API, tenants and keys in front of the engines.
+
+    Each flag may come from the environment instead, as LORAPLEX_HOST, LORAPLEX_PORT, LORAPLEX_REDIS_URL and
+    LORAPLEX_STORE. The first gateway on an empty Redis prints the operator's key, unless
+    LORAPLEX_OPERATOR_KEY holds one.
+    """
+    given = {"host": host, "port": port, "redis_url": redis_url, "store": store}
+    asyncio.run(_serve(_settings({key: value for key, value in given.items() if value is not None})))
+
+
+def _settings(given: dict[str, Any]) -> GatewaySettings:
+    from pydantic import ValidationError
+
+    from gateway.settings import GatewaySettings
+
+    try:
+        return GatewaySettings(**given)
+    except ValidationError as error:
+        faults = [f"LORAPLEX_{fault['loc'][0]}".upper() + f": {fault['msg']}" for fault in error.errors()]
+        raise CommandFailed("; ".join(faults), Exit.USAGE) from None
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    """Serves until a signal ends it; streams get a while to finish."""
+    import uvicorn
+
+    from gateway.app import create_app
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(settings),
+            host=settings.host,
+            port=settings.port,
+            log_level=settings.log_level,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+    )
+    announcing = asyncio.create_task(_announce_operator_key(settings))
+    try:
+        await server.serve()
+    finally:
+        announcing.cancel()
+    if not server.started:
+        raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.FAILURE)
+
+
+async def _announce_operator_key(settings: GatewaySettings) -> None:
+    """Prints the operator's key if this start is the first on its Redis; waits for Redis as long as it
+    takes."""
+    from redis.asyncio import Redis
+    from redis.exceptions import RedisError
+
+    from gateway.auth import ensure_operator_key
+    from gateway.keys import Keys
+
+    async with Redis.from_url(settings.redis_url) as redis:
+        while True:
+            try:
+                key = await ensure_operator_key(Keys(redis), settings.operator_key)
+                break
+            except (RedisError, OSError):
+                await asyncio.sleep(_RETRY_S)
+    if key:
+        typer.echo(f"The operator's key, shown this once: {key}")
+        typer.echo("Lost it? Start the gateway with LORAPLEX_OPERATOR_KEY set to a key of your own.")

@@ -1,0 +1,88 @@
+"""`loraplex keys`: the API keys of tenants."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from gateway.commands.admin_client import (
+    DEFAULT_URL,
+    AdminClient,
+    ApiKey,
+    AsJson,
+    Url,
+    quoted,
+    show_json,
+    show_table,
+)
+
+app = typer.Typer(help="Create, list and revoke the API keys of tenants.", no_args_is_help=True)
+
+TenantId = Annotated[str, typer.Argument(help="Id of the tenant.", show_default=False)]
+_DAY_S = 86_400
+
+
+@app.command("create")
+def create(
+    tenant_id: TenantId,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What it may do: inference, adapters, admin. Repeatable; the first two when not given."
+        ),
+    ] = None,
+    expires_in_days: Annotated[
+        float | None, typer.Option(help="Days until it stops; never when not given.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="What it is for, shown in lists.")] = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: AsJson = False,
+) -> None:
+    """Create a key and print it, this once: only a digest of it is stored.
+
+    Alone on stdout, so that a script may write `KEY=$(loraplex keys create acme)`.
+    """
+    body: dict[str, Any] = {"note": note}
+    if scope:
+        body["scopes"] = scope
+    if expires_in_days is not None:
+        body["expires_in"] = int(expires_in_days * _DAY_S)
+    key = AdminClient(url, api_key).call("POST", f"/tenants/{quoted(tenant_id)}/keys", body)
+    show_json(key) if as_json else typer.echo(key["key"])
+
+
+@app.command("list")
+def list_keys(
+    tenant_id: TenantId, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False
+) -> None:
+    """List a tenant's keys, without their secrets."""
+    answer = AdminClient(url, api_key).call("GET", f"/tenants/{quoted(tenant_id)}/keys")
+    if as_json:
+        show_json(answer)
+    else:
+        show_table(("id", "scopes", "created", "expires", "note"), [_row(key) for key in answer["data"]])
+
+
+@app.command("revoke")
+def revoke(
+    tenant_id: TenantId,
+    key_id: Annotated[str, typer.Argument(help="Id of the key, as `list` shows it.", show_default=False)],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key. It stops on every gateway within a second."""
+    answer = AdminClient(url, api_key).call("DELETE", f"/tenants/{quoted(tenant_id)}/keys/{quoted(key_id)}")
+    show_json(answer) if as_json else typer.echo(f"revoked key {key_id}")
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    expires = "expired" if key["expired"] else _day(key["expires"]) if key["expires"] else "never"
+    return (key["id"], " ".join(key["scopes"]), _day(key["created"]), expires, key["note"])
+
+
+def _day(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
