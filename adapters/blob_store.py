@@ -1,0 +1,186 @@
+"""Adapters' files by digest, in a folder that gateways write and engines read.
+
+    root/sha256/ab/<64 hex digits>/   adapter_config.json, adapter_model.safetensors, manifest.json
+    root/staging/<random>/            uploads on their way; a folder here becomes a blob by one rename
+    root/trash/<hex>.<random>/        blobs on their way out
+
+A blob is there whole or not at all, also after a crash: files and folders reach the disk before the rename,
+and the rename's own folder after it. Blobs never change. Digests come as bytes, so that no text from outside
+becomes a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from adapters.identity import DIGEST_BYTES
+
+MANIFEST_FILE = "manifest.json"
+
+_FOLDER_MODE = 0o755
+_FILE_MODE = 0o644
+
+
+class BlobNotFound(LookupError):
+    """No blob has this digest."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__(f"The blob store holds no adapter with the digest {digest.hex()}.")
+        self.digest = digest
+
+
+class BlobStore:
+    """The store under `root`, which is made if it is missing. Safe for many processes at once on one file
+    system.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._blobs = root / "sha256"
+        self._staging = root / "staging"
+        self._trash = root / "trash"
+        for folder in (self._blobs, self._staging, self._trash):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def stage(self) -> Staging:
+        """A new private folder for one upload. Use it as a context manager: leaving it removes what was not
+        published.
+        """
+        folder = self._staging / secrets.token_hex(16)
+        folder.mkdir(mode=0o700)
+        return Staging(self, folder)
+
+    def path(self, digest: bytes) -> Path:
+        """The folder of a blob. Raises `BlobNotFound`."""
+        folder = self._folder(digest)
+        if not folder.is_dir():
+            raise BlobNotFound(digest)
+        return folder
+
+    def contains(self, digest: bytes) -> bool:
+        return self._folder(digest).is_dir()
+
+    def manifest(self, digest: bytes) -> dict[str, Any]:
+        """What was published beside the files. Raises `BlobNotFound`."""
+        return json.loads((self.path(digest) / MANIFEST_FILE).read_bytes())
+
+    def delete(self, digest: bytes) -> None:
+        """Removes a blob; one that is not there is no error."""
+        self.withdraw(digest)
+        self.purge(digest)
+
+    def withdraw(self, digest: bytes) -> None:
+        """Moves a blob into the trash at once. `restore` undoes it, `purge` ends it."""
+        folder = self._folder(digest)
+        try:
+            folder.rename(self._trash / f"{digest.hex()}.{secrets.token_hex(8)}")
+        except FileNotFoundError:
+            return
+        _sync_folder(folder.parent)
+
+    def restore(self, digest: bytes) -> None:
+        """Brings a withdrawn blob back, unless it has been published again meanwhile."""
+        for trashed in self._trashed(digest):
+            self._move_in(trashed, digest)
+
+    def purge(self, digest: bytes) -> None:
+        """Frees the disk of a withdrawn blob."""
+        for trashed in self._trashed(digest):
+            shutil.rmtree(trashed, ignore_errors=True)
+
+    def clean_staging(self, older_than_s: float) -> int:
+        """Removes what crashed uploads left behind, untouched for `older_than_s` seconds. Returns how many
+        folders.
+        """
+        limit = time.time() - older_than_s
+        stale = [folder for folder in self._staging.iterdir() if _last_touched(folder) < limit]
+        for folder in stale:
+            shutil.rmtree(folder, ignore_errors=True)
+        return len(stale)
+
+    def _folder(self, digest: bytes) -> Path:
+        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+            raise ValueError(f"a digest is {DIGEST_BYTES} bytes")
+        name = digest.hex()
+        return self._blobs / name[:2] / name
+
+    def _trashed(self, digest: bytes) -> list[Path]:
+        return list(self._trash.glob(f"{digest.hex()}.*"))
+
+    def _move_in(self, source: Path, digest: bytes) -> bool:
+        """Makes `source` the blob of `digest` unless there is one. False: there was; `source` stays."""
+        target = self._folder(digest)
+        if not target.parent.is_dir():
+            target.parent.mkdir(exist_ok=True)
+            _sync_folder(self._blobs)
+        try:
+            source.rename(target)
+        except OSError:
+            # Renaming onto a folder that holds files fails: somebody was faster, with the same content.
+            if not target.is_dir():
+                raise
+            return False
+        _sync_folder(target.parent)
+        return True
+
+
+class Staging:
+    """One upload's folder; `path` is where its files go."""
+
+    def __init__(self, store: BlobStore, path: Path) -> None:
+        self._store = store
+        self.path = path
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def publish(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
+        """Makes the staged files the blob of `digest`, with `manifest` (JSON) beside them; atomic and
+        durable.
+
+        The caller has validated the files and computed `digest` from them. Where the store holds the digest,
+        nothing changes and the staged files stay as they are until the context ends. Returns whether the blob
+        is new.
+        """
+        if self._store.contains(digest):
+            return False
+        (self.path / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+        for file in self.path.iterdir():
+            file.chmod(_FILE_MODE)
+            _sync(file, os.O_RDONLY)
+        self.path.chmod(_FOLDER_MODE)
+        _sync_folder(self.path)
+        return self._store._move_in(self.path, digest)
+
+
+def _last_touched(folder: Path) -> float:
+    """The newest change of a staging folder or a file in it; now, when it vanishes meanwhile."""
+    try:
+        return max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
+    except FileNotFoundError:
+        return time.time()
+
+
+def _sync_folder(folder: Path) -> None:
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""What an adapter is called, and what it *is*: names and versions above, the digest below.
+
+Everything under the API is keyed by the digest. It is taken over what an adapter does, not over how its files
+happen to be written: each tensor's canonical name, its module's scale, dtype, shape and bytes. So the order
+of tensors in the file, PEFT's adapter-name infix, or `rank_pattern` in place of `r` do not change it, and any
+change of a result does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+DIGEST_BYTES = 32
+MAX_VERSION = 2**31 - 1
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_VERSION = re.compile(r"[1-9][0-9]{0,9}")
+_FORMAT = b"loraplex adapter 1\n"
+
+
+class InvalidName(ValueError):
+    """A name that no adapter can have; the message is a sentence for the user."""
+
+
+def check_name(name: str) -> str:
+    """Returns `name` if it can name an adapter, else raises `InvalidName`."""
+    if _NAME.fullmatch(name) is None:
+        raise InvalidName(
+            f"The adapter name {name[:80]!a} is not allowed: use 1 to 63 of a-z, 0-9, '.', '_' and '-', "
+            "starting with a letter or digit."
+        )
+    return name
+
+
+def parse_model_ref(ref: str) -> tuple[str, int | None]:
+    """Splits ``sql@3`` into its name and version; ``sql`` and ``sql@live`` have version None: the live one.
+
+    Raises `InvalidName` for anything else.
+    """
+    name, separator, version = ref.partition("@")
+    check_name(name)
+    if not separator or version == "live":
+        return name, None
+    if _VERSION.fullmatch(version) is None or int(version) > MAX_VERSION:
+        raise InvalidName(
+            f"The version {version[:80]!a} of adapter '{name}' is not one: write '{name}', '{name}@live' or "
+            f"a number, as in '{name}@1'."
+        )
+    return name, int(version)
+
+
+@dataclass(frozen=True, slots=True)
+class DigestPart:
+    """One tensor as the digest sees it. `chunks` is consumed once and holds exactly the tensor's bytes."""
+
+    name: str
+    scale: float
+    dtype: str
+    shape: Sequence[int]
+    chunks: Iterable[bytes | memoryview]
+
+
+def digest_of(parts: Iterable[DigestPart]) -> bytes:
+    """SHA-256 over an adapter's canonical form, streamed. `parts` come in the order of their canonical names.
+
+    Each part's head is fixed by its own fields and gives the number of bytes that follow (shape and dtype),
+    so no two different adapters have the same stream.
+    """
+    sha = hashlib.sha256(_FORMAT)
+    for part in parts:
+        name = part.name.encode()
+        sha.update(struct.pack("<Id4sI", len(name), part.scale, part.dtype.encode(), len(part.shape)))
+        sha.update(name)
+        sha.update(struct.pack(f"<{len(part.shape)}Q", *part.shape))
+        for chunk in part.chunks:
+            sha.update(chunk)
+    return sha.digest()
