@@ -48,6 +48,8 @@ _MAX_FLOAT32 = 3.4028235e38
 
 _TENSOR_NAME = re.compile(r"(?P<path>\S+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.\s]+))?\.weight")
 
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
 Side = Literal["A", "B"]
 _SIDES: tuple[Side, ...] = ("A", "B")
 
@@ -112,6 +114,20 @@ def map_tensors(config: LoraConfig, header: Sequence[TensorInfo], shape: BaseMod
                 )
             mapped.append(_fit(tensor, layout, layer, module, side))
     return mapped
+
+
+def is_pickle(file_name: str) -> bool:
+    """Whether a file is what older training programs save weights as."""
+    return file_name.endswith(_PICKLE_SUFFIXES)
+
+
+def pickle_refused(file_name: str) -> InvalidAdapter:
+    """The error for such a file."""
+    return InvalidAdapter(
+        f"{shown(file_name)} is a pickle, which can run code when it is read; save the adapter with "
+        f"save_pretrained(..., safe_serialization=True) and upload {WEIGHTS_FILE}.",
+        file_name,
+    )
 
 
 class _Layout:

@@ -22,8 +22,10 @@ from adapters.peft_format import (
     WEIGHTS_FILE,
     BaseModelShape,
     LoraTensor,
+    is_pickle,
     map_tensors,
     parse_config,
+    pickle_refused,
     read_header,
 )
 from adapters.safetensors_header import MAX_HEADER_BYTES
@@ -105,12 +107,8 @@ def largest_weights_file(shape: BaseModelShape) -> int:
 def _check_files(folder: Path) -> None:
     entries = {entry.name: entry for entry in os.scandir(folder)}
     for name in sorted(entries.keys() - {CONFIG_FILE, WEIGHTS_FILE}):
-        if name.endswith((".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")):
-            raise InvalidAdapter(
-                f"{shown(name)} is a pickle, which can run code when it is read; save the adapter with "
-                "save_pretrained(..., safe_serialization=True) and upload adapter_model.safetensors.",
-                name,
-            )
+        if is_pickle(name):
+            raise pickle_refused(name)
         raise InvalidAdapter(
             f"The file {shown(name)} is not part of an adapter; upload only {CONFIG_FILE} and "
             f"{WEIGHTS_FILE}.",

@@ -1,0 +1,150 @@
+"""Calls a gateway's `/v1/adapters`, as the `adapters` command does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+import httpx
+
+from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+
+_CONNECT_S = 10.0
+_ANSWER_S = 600.0
+"""The server reads and hashes all of an upload before it answers."""
+
+
+class Exit(IntEnum):
+    """Exit codes of the command, which scripts rely on."""
+
+    OK = 0
+    REFUSED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    NOT_AUTHORISED = 4
+    NOT_FOUND = 5
+
+
+_EXIT_OF_STATUS = {401: Exit.NOT_AUTHORISED, 403: Exit.NOT_AUTHORISED, 404: Exit.NOT_FOUND}
+
+
+class ClientError(Exception):
+    """A call that failed: one sentence for the user, and how the command ends."""
+
+    def __init__(self, message: str, exit_code: Exit) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class AdaptersClient:
+    """One tenant's adapters on one gateway. Every call raises `ClientError` for everything but success."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        try:
+            self._http = httpx.Client(
+                base_url=self._url,
+                headers={"Authorization": f"Bearer {api_key}"},
+                timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            )
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise ClientError(f"The URL or key cannot be used: {error}.", Exit.USAGE) from None
+
+    def __enter__(self) -> AdaptersClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def upload(
+        self, folder: Path, name: str, *, allow_zero: bool = False, on_sent: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Streams the two files of an adapter; memory stays flat. `on_sent` gets the bytes sent since its
+        last call.
+
+        Returns the new version as the server describes it.
+        """
+        # Learns of a bad URL or key before gigabytes are on their way.
+        self._call("GET", "/v1/adapters")
+        form = {"name": name} | ({"allow_zero": "true"} if allow_zero else {})
+        with ExitStack() as stack:
+            parts = [
+                ("files", (file, stack.enter_context(_Counted(folder / file, on_sent)), kind))
+                for file, kind in (
+                    (CONFIG_FILE, "application/json"),
+                    (WEIGHTS_FILE, "application/octet-stream"),
+                )
+            ]
+            return self._call("POST", "/v1/adapters", data=form, files=parts)
+
+    def list(self) -> dict[str, Any]:
+        """The live version of each name."""
+        return self._call("GET", "/v1/adapters")
+
+    def show(self, name: str) -> dict[str, Any]:
+        """One name, with its versions and where they are loaded."""
+        return self._call("GET", f"/v1/adapters/{quote(name, safe='')}")
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Deletes a name with all its versions."""
+        return self._call("DELETE", f"/v1/adapters/{quote(name, safe='')}")
+
+    def _call(self, method: str, path: str, **body: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **body)
+        except httpx.UnsupportedProtocol:
+            raise ClientError(f"{self._url!a} is no URL; write http://host:port.", Exit.USAGE) from None
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ClientError(
+                f"Cannot reach the server at {self._url}: {reason}.", Exit.UNREACHABLE
+            ) from None
+        if not answer.is_success:
+            raise ClientError(_reason(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
+        try:
+            value = answer.json()
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ClientError(f"What answers at {self._url} is not a Loraplex gateway.", Exit.UNREACHABLE)
+        return value
+
+
+class _Counted:
+    """A file that reports what is read of it: as much of the file protocol as httpx uses."""
+
+    def __init__(self, path: Path, on_read: Callable[[int], None]) -> None:
+        self._file: BinaryIO = path.open("rb")
+        self._on_read = on_read
+
+    def __enter__(self) -> _Counted:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def read(self, size: int = -1) -> bytes:
+        piece = self._file.read(size)
+        self._on_read(len(piece))
+        return piece
+
+
+def _reason(answer: httpx.Response) -> str:
+    """The server's message, or what can be said without one."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return f"The server answered {answer.status_code} {answer.reason_phrase} without a reason."
