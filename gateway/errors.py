@@ -26,7 +26,9 @@ _TYPE_OF_STATUS = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-_INTERNAL_MESSAGE = "The server had an error while processing your request. Its request id is in the header x-request-id."
+_INTERNAL_MESSAGE = (
+    "The server had an error while processing your request. Its request id is in the header x-request-id."
+)
 
 
 class ApiError(Exception):
@@ -68,7 +70,9 @@ def unavailable(message: str, *, retry_after_s: int = 1, code: str = "engine_una
     return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": str(retry_after_s)})
 
 
-def error_body(message: str, *, type: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error_body(
+    message: str, *, type: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
     """Returns OpenAI's error object."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
@@ -136,9 +140,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message, code = f"{request.url.path} does not answer to {request.method}.", "method_not_allowed"
     kind = _TYPE_OF_STATUS.get(error.status_code, "server_error")
-    return error_response(
-        ApiError(error.status_code, message, type=kind, code=code, headers=error.headers)
-    )
+    return error_response(ApiError(error.status_code, message, type=kind, code=code, headers=error.headers))
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:
@@ -151,8 +153,11 @@ def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     """Returns the 400 for pydantic's list of faults: `param` names the field as `messages[0].content`."""
     # Of a field with several permitted types, pydantic tells a fault per type; the deepest one knows the most.
     # An unknown or unsupported field goes first: it is often why the rest does not fit.
-    fault = min(faults, key=lambda fault: (fault["type"] not in ("extra_forbidden", "unsupported"), -len(fault["loc"])))
-    param = _param_of(fault["loc"])
+    fault = min(
+        faults,
+        key=lambda fault: (fault["type"] not in ("extra_forbidden", "unsupported"), -len(fault["loc"])),
+    )
+    param = fault["ctx"]["field"] if fault["type"] == "field_conflict" else _param_of(fault["loc"])
     if fault["type"] == "json_invalid":
         return invalid_request("The request's body is not valid JSON.", code="invalid_json")
     if fault["type"] == "extra_forbidden":
@@ -160,10 +165,14 @@ def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     if fault["type"] == "missing" and param is None:
         return invalid_request("The request has no JSON body with 'Content-Type: application/json'.")
     if fault["type"] == "missing":
-        return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        return invalid_request(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
     if fault["type"] == "unsupported":
         return invalid_request(fault["msg"], param=param, code="unsupported_parameter")
-    message = f"Invalid value for '{param}': {fault['msg']}." if param else f"Invalid request: {fault['msg']}."
+    message = (
+        f"Invalid value for '{param}': {fault['msg']}." if param else f"Invalid request: {fault['msg']}."
+    )
     return invalid_request(message, param=param, code="invalid_value")
 
 

@@ -15,6 +15,7 @@ from gateway.auth import Authenticator
 from gateway.engine_client import EngineFleet
 from gateway.keys import Keys
 from gateway.metrics import Metrics
+from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
@@ -33,6 +34,7 @@ class Services:
     store: BlobStore
     engines: EngineFleet
     tokenizers: Tokenizers
+    models: ModelResolver
     metrics: Metrics
 
 
@@ -56,6 +58,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         )
         await authenticator.start()
         stack.push_async_callback(authenticator.close)
+        registry = Registry(redis)
         tokenizers = Tokenizers()
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
         await engines.start()
@@ -66,9 +69,10 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             authenticator=authenticator,
             tenants=tenants,
             keys=keys,
-            registry=Registry(redis),
+            registry=registry,
             store=BlobStore(settings.store),
             engines=engines,
             tokenizers=tokenizers,
+            models=ModelResolver(registry, engines),
             metrics=Metrics(),
         )

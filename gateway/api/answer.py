@@ -1,0 +1,104 @@
+"""What chat and text completions share on the way out: a generation becomes one JSON object, or a stream of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+import orjson
+from fastapi import Request, Response
+
+from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.sse import DisconnectWatch, EventStream
+from gateway.tokenizer import ModelTokenizer
+from protos.engine_pb2 import ModelInfo
+
+_LEAST_LOGPROB = -9999.0
+
+
+class AnswerFormat(Protocol):
+    """How an answer looks on one route."""
+
+    def opening(self) -> bytes:
+        """Returns the chunks that go before any text."""
+        ...
+
+    def chunk(self, piece: Piece) -> bytes:
+        """Returns the chunks for what is new of a choice."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """Returns the last chunk, when the client asked for usage."""
+        ...
+
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+        """Returns the body of an answer that is not streamed; `pieces[i]` are those of choice i."""
+        ...
+
+
+async def answer(
+    request: Request,
+    generation: Generation,
+    form: AnswerFormat,
+    *,
+    choices: int,
+    stream: bool,
+    include_usage: bool,
+) -> Response:
+    """Runs a generation to its end, or until the client goes. Raises ApiError for what fails before the first token."""
+    if not stream:
+        return await _answer_whole(request, generation, form, choices)
+    events = _events(generation, form, include_usage)
+    async with DisconnectWatch(request.receive, generation.close):
+        first = await anext(events)
+    return EventStream(first, events, on_disconnect=generation.close)
+
+
+async def _answer_whole(
+    request: Request, generation: Generation, form: AnswerFormat, choices: int
+) -> Response:
+    collected: list[list[Piece]] = [[] for _ in range(choices)]
+    with generation:
+        async with DisconnectWatch(request.receive, generation.close):
+            while pieces := await generation.next():
+                for piece in pieces:
+                    collected[piece.choice].append(piece)
+    if not generation.complete:
+        return Response(status_code=499)  # nginx's number for a client that has gone; nobody reads it
+    return Response(orjson.dumps(form.whole(collected, generation.usage)), media_type="application/json")
+
+
+async def _events(generation: Generation, form: AnswerFormat, include_usage: bool) -> AsyncGenerator[bytes]:
+    """Yields each write of a stream but the closing mark. The generation ends with this generator."""
+    with generation:
+        await generation.start()
+        yield form.opening()
+        while pieces := await generation.next():
+            yield b"".join([form.chunk(piece) for piece in pieces])
+        if include_usage:
+            yield form.usage_chunk(generation.usage)
+
+
+def fingerprint(info: ModelInfo) -> str:
+    """Returns OpenAI's `system_fingerprint`: the same seed gives the same answer while it stays the same."""
+    return f"fp_{info.digest.hex()[:12]}"
+
+
+def finish_reason_of(pieces: list[Piece]) -> str | None:
+    """Returns why a choice ended."""
+    return pieces[-1].finish_reason if pieces else None
+
+
+def tokens_of(pieces: list[Piece]) -> list[TokenInfo]:
+    """Returns a choice's tokens with their logprobs."""
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def token_text(tokenizer: ModelTokenizer, token: int) -> str:
+    """Returns a token as text; bytes that are no whole character become U+FFFD."""
+    return tokenizer.token_bytes(token).decode(errors="replace")
+
+
+def finite(logprob: float) -> float:
+    """Returns a logprob as JSON can hold it; OpenAI writes -9999 for what cannot happen."""
+    return max(logprob, _LEAST_LOGPROB)

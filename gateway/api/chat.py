@@ -1,0 +1,154 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+
+from gateway.api.answer import answer, fingerprint, finish_reason_of, finite, token_text, tokens_of
+from gateway.auth import Principal, require
+from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.prompts import chat_prompt
+from gateway.schemas.chat import ChatRequest
+from gateway.services import Services
+from gateway.sse import event
+from gateway.submission import build_submits
+from gateway.tokenizer import ModelTokenizer
+
+router = APIRouter(tags=["inference"])
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(
+    body: ChatRequest, request: Request, caller: Annotated[Principal, Depends(require("inference"))]
+) -> Response:
+    """Continues a conversation by one message, in `n` versions."""
+    services: Services = request.app.state.services
+    model = await services.models.resolve(body.model, caller)
+    tokenizer = services.tokenizers.get(model.info.digest)
+    prompt = await chat_prompt(body, tokenizer, model.info)
+    submits = build_submits(
+        body, [prompt], model=model, caller=caller, max_tokens=body.token_limit, logprobs=body.wanted_logprobs
+    )
+    generation = Generation(
+        services.engines.open(submits, model_digest=model.info.digest),
+        submits,
+        info=model.info,
+        tokenizer=tokenizer,
+        stops=body.stop_strings,
+        metrics=services.metrics,
+        route="chat",
+    )
+    form = ChatFormat(
+        model.served_name, fingerprint(model.info), body.n or 1, tokenizer, logprobs=bool(body.logprobs),
+        include_usage=body.include_usage,
+    )  # fmt: skip
+    return await answer(
+        request,
+        generation,
+        form,
+        choices=body.n or 1,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+    )
+
+
+class ChatFormat:
+    """OpenAI's `chat.completion` and `chat.completion.chunk`. See AnswerFormat."""
+
+    def __init__(
+        self,
+        model: str,
+        system_fingerprint: str,
+        choices: int,
+        tokenizer: ModelTokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+    ) -> None:
+        self._head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": system_fingerprint,
+        }
+        self._chunk_head = self._head | {"object": "chat.completion.chunk"}
+        self._choices = choices
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        # A stream that ends with usage says `null` before. The text is put between two parts made once.
+        self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._before = [self._text_chunk_start(index) for index in range(choices)]
+        self._after = (
+            b'},"logprobs":null,"finish_reason":null}]'
+            + (b',"usage":null' if include_usage else b"")
+            + b"}\n\n"
+        )
+
+    def _text_chunk_start(self, index: int) -> bytes:
+        head = orjson.dumps(self._chunk_head)[:-1]
+        return b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (head, index)
+
+    def opening(self) -> bytes:
+        """See AnswerFormat: the role, for each choice."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._event(index, delta, None, None) for index in range(self._choices))
+
+    def chunk(self, piece: Piece) -> bytes:
+        """See AnswerFormat: text and the reason for the end are chunks of their own."""
+        data = b""
+        if piece.tokens:
+            data = self._event(piece.choice, {"content": piece.text}, self._logprobs_of(piece.tokens), None)
+        elif piece.text:
+            data = self._before[piece.choice] + orjson.dumps(piece.text) + self._after
+        if piece.finish_reason is not None:
+            data += self._event(piece.choice, {}, None, piece.finish_reason)
+        return data
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """See AnswerFormat."""
+        return event(self._chunk_head | {"choices": [], "usage": usage.to_dict()})
+
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+        """See AnswerFormat."""
+        choices = [
+            {
+                "index": index,
+                "message": {
+                    "role": "assistant",
+                    "content": "".join(piece.text for piece in own),
+                    "refusal": None,
+                },
+                "logprobs": self._logprobs_of(tokens_of(own)) if self._logprobs else None,
+                "finish_reason": finish_reason_of(own),
+            }
+            for index, own in enumerate(pieces)
+        ]
+        return self._head | {"choices": choices, "usage": usage.to_dict()}
+
+    def _event(
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event(self._chunk_head | {"choices": [choice]} | self._tail)
+
+    def _logprobs_of(self, tokens: list[TokenInfo]) -> dict[str, Any]:
+        return {"content": [self._token_logprobs(token) for token in tokens], "refusal": None}
+
+    def _token_logprobs(self, token: TokenInfo) -> dict[str, Any]:
+        top = zip(token.logprobs.top_tokens, token.logprobs.top_logprobs, strict=True)
+        return self._entry(token.token, token.logprobs.chosen) | {
+            "top_logprobs": [self._entry(other, logprob) for other, logprob in top]
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_text(self._tokenizer, token),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }

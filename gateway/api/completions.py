@@ -1,0 +1,133 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+
+from gateway.api.answer import answer, fingerprint, finish_reason_of, finite, token_text, tokens_of
+from gateway.auth import Principal, require
+from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.prompts import completion_prompts
+from gateway.schemas.completion import DEFAULT_MAX_TOKENS, CompletionRequest
+from gateway.services import Services
+from gateway.sse import event
+from gateway.submission import build_submits
+from gateway.tokenizer import ModelTokenizer
+
+router = APIRouter(tags=["inference"])
+
+
+@router.post("/v1/completions")
+async def create_completion(
+    body: CompletionRequest, request: Request, caller: Annotated[Principal, Depends(require("inference"))]
+) -> Response:
+    """Continues each prompt, in `n` versions: choice i belongs to prompt i // n."""
+    services: Services = request.app.state.services
+    model = await services.models.resolve(body.model, caller)
+    tokenizer = services.tokenizers.get(model.info.digest)
+    prompts = await completion_prompts(body, tokenizer, model.info)
+    submits = build_submits(
+        body, prompts, model=model, caller=caller, max_tokens=_limit_of(body), logprobs=body.logprobs
+    )
+    generation = Generation(
+        services.engines.open(submits, model_digest=model.info.digest),
+        submits,
+        info=model.info,
+        tokenizer=tokenizer,
+        stops=body.stop_strings,
+        metrics=services.metrics,
+        route="completions",
+    )
+    choices = len(prompts) * (body.n or 1)
+    form = CompletionFormat(
+        model.served_name, fingerprint(model.info), choices, tokenizer, logprobs=body.logprobs is not None,
+        include_usage=body.include_usage,
+    )  # fmt: skip
+    return await answer(
+        request, generation, form, choices=choices, stream=bool(body.stream), include_usage=body.include_usage
+    )
+
+
+def _limit_of(body: CompletionRequest) -> int:
+    """OpenAI's default of 16 tokens gives way to a larger `min_tokens`."""
+    return body.max_tokens or max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
+
+
+class CompletionFormat:
+    """OpenAI's `text_completion`, whole and in chunks. See AnswerFormat."""
+
+    def __init__(
+        self,
+        model: str,
+        system_fingerprint: str,
+        choices: int,
+        tokenizer: ModelTokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+    ) -> None:
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": system_fingerprint,
+        }
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        # A stream that ends with usage says `null` before. The text is put between two parts made once.
+        self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
+        head = orjson.dumps(self._head)[:-1]
+        self._before = [
+            b'data: %b,"choices":[{"index":%d,"text":' % (head, index) for index in range(choices)
+        ]
+        self._after = (
+            b',"logprobs":null,"finish_reason":null}]'
+            + (b',"usage":null' if include_usage else b"")
+            + b"}\n\n"
+        )
+
+    def opening(self) -> bytes:
+        """See AnswerFormat: nothing goes before the text."""
+        return b""
+
+    def chunk(self, piece: Piece) -> bytes:
+        """See AnswerFormat: the reason for the end goes with the last text."""
+        if not piece.tokens and piece.finish_reason is None:
+            return self._before[piece.choice] + orjson.dumps(piece.text) + self._after
+        choice = self._choice(piece.choice, piece.text, list(piece.tokens), piece.finish_reason)
+        return event(self._head | {"choices": [choice]} | self._tail)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """See AnswerFormat."""
+        return event(self._head | {"choices": [], "usage": usage.to_dict()})
+
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+        """See AnswerFormat."""
+        choices = [
+            self._choice(index, "".join(piece.text for piece in own), tokens_of(own), finish_reason_of(own))
+            for index, own in enumerate(pieces)
+        ]
+        return self._head | {"choices": choices, "usage": usage.to_dict()}
+
+    def _choice(self, index: int, text: str, tokens: list[TokenInfo], reason: str | None) -> dict[str, Any]:
+        logprobs = self._logprobs_of(tokens) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs_of(self, tokens: list[TokenInfo]) -> dict[str, Any]:
+        return {
+            "tokens": [token_text(self._tokenizer, token.token) for token in tokens],
+            "token_logprobs": [finite(token.logprobs.chosen) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _top(self, token: TokenInfo) -> dict[str, float]:
+        """Returns the alternatives by text. Of different tokens with one text, the most likely counts."""
+        pairs = list(zip(token.logprobs.top_tokens, token.logprobs.top_logprobs, strict=True))
+        return {token_text(self._tokenizer, other): finite(logprob) for other, logprob in reversed(pairs)}

@@ -1,0 +1,57 @@
+"""`/health`, `/ready` and `/metrics`: for orchestrators and Prometheus; they need no key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from redis.exceptions import RedisError
+
+from gateway.services import Services
+
+router = APIRouter(tags=["health"])
+
+_PING_TIMEOUT_S = 1.0
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Says that the process lives."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Says whether requests can be served: 200, or 503 with what is missing."""
+    services: Services = request.app.state.services
+    missing = []
+    if not await _redis_answers(services):
+        missing.append("Redis does not answer")
+    engines = services.engines.ready_engines()
+    if not engines:
+        missing.append("no engine is ready")
+    body: dict[str, Any] = {
+        "status": "not ready" if missing else "ready",
+        "engines": engines,
+        "missing": missing,
+    }
+    return Response(orjson.dumps(body), 503 if missing else 200, media_type="application/json")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Shows the process's metrics in Prometheus' text format."""
+    services: Services = request.app.state.services
+    services.metrics.engines_ready.set(services.engines.ready_engines())
+    return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _redis_answers(services: Services) -> bool:
+    try:
+        async with asyncio.timeout(_PING_TIMEOUT_S):
+            await services.redis.ping()
+    except (RedisError, OSError, TimeoutError):
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""From tokens to text, piece by piece: never half a character, never a part of a stop string.
+
+The pieces of a choice, joined, are the text that decoding all of its tokens at once gives, up to the first stop
+string. Where the pieces are cut does not matter: the same tokens give the same text, streamed or not.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_PENDING = 8
+
+
+class TokenDecoder(Protocol):
+    """Decodes one choice's tokens."""
+
+    def step(self, token: int) -> str:
+        """Returns the text that is certain with this token; empty while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """Returns what was held back, with U+FFFD for an incomplete character."""
+        ...
+
+
+class ByteDecoder:
+    """For byte-level tokenizers, where each token is a string of bytes: linear, and never decodes twice."""
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        """`table` holds each token's bytes by id, empty for tokens that are not text; it is not modified."""
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token: int) -> str:
+        """See TokenDecoder. A token beyond the vocabulary (padding rows of the output layer) is no text."""
+        return self._utf8.decode(self._table[token]) if token < len(self._table) else ""
+
+    def finish(self) -> str:
+        """See TokenDecoder."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDecoder:
+    """For every other tokenizer: decodes the last few tokens with and without the new one, and takes the difference.
+
+        tokens   … | prefix      | pending        |
+                   ^ left context ^ not yet emitted ^ new token is appended here
+
+    The left context is there because decoders treat the start of a text specially (a leading space is stripped).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        """`special` are the tokens that are not text."""
+        self._tokenizer = tokenizer
+        self._special = special
+        self._window: list[int] = []
+        self._prefix_len = 0
+        self._prefix_text = ""
+
+    def step(self, token: int) -> str:
+        """See TokenDecoder. After eight tokens without a whole character, what there is counts as it stands."""
+        if token in self._special:
+            return ""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        pending = len(self._window) - self._prefix_len
+        if len(text) <= len(self._prefix_text) or (text.endswith(_REPLACEMENT) and pending < _MAX_PENDING):
+            return ""
+        piece = text[len(self._prefix_text) :]
+        del self._window[: self._prefix_len]
+        self._prefix_len = len(self._window)
+        self._prefix_text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        return piece
+
+    def finish(self) -> str:
+        """See TokenDecoder."""
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)[len(self._prefix_text) :]
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that comes in pieces; of several, the one that is complete first.
+
+    Holds back only the longest end of the text that may still become a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are non-empty strings."""
+        self._stops = stops
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, piece: str) -> str:
+        """Returns the text that is now certain not to be part of a stop string.
+
+        Once a stop string is complete, `matched` holds it and the text before it has been returned; nothing may be
+        fed after that.
+        """
+        text = self._held + piece
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            self._held = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """Returns what was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class TextStream:
+    """One choice's text: decoder and stop matcher in one."""
+
+    def __init__(self, decoder: TokenDecoder, stops: Sequence[str]) -> None:
+        self._decoder = decoder
+        self._matcher = StopMatcher(stops) if stops else None
+        self.decoded_len = 0
+        """Characters decoded so far, those held back and those from a stop string on included."""
+        self.emitted_len = 0
+        """Characters returned so far."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def feed(self, token: int) -> str:
+        """Returns the text that became certain with this token. Nothing may be fed once `stopped`."""
+        return self._emit(self._decoder.step(token))
+
+    def finish(self) -> str:
+        """Returns the rest of the text when the tokens have ended; it may still complete a stop string."""
+        rest = self._emit(self._decoder.finish())
+        if self._matcher is not None and not self.stopped:
+            held = self._matcher.finish()
+            self.emitted_len += len(held)
+            rest += held
+        return rest
+
+    def _emit(self, piece: str) -> str:
+        self.decoded_len += len(piece)
+        if self._matcher is not None:
+            piece = self._matcher.feed(piece) if piece else ""
+        self.emitted_len += len(piece)
+        return piece

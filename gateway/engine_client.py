@@ -1,0 +1,188 @@
+"""All engines that live, as this gateway worker sees them: leases in Redis say who, a link to each says how it fares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+import grpc
+from redis.exceptions import RedisError
+
+from adapters.leases import EngineLease, EngineLeases
+from gateway import routing
+from gateway.engine_link import EngineLink
+from gateway.engine_stream import EngineStream
+from gateway.tokenizer import Tokenizers
+from protos.engine_pb2 import LoadAdapterRequest, ModelInfo, Submit, UnloadAdapterRequest
+from protos.engine_pb2_grpc import EngineStub
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_POLL_TIMEOUT_S = 2.0
+_ADAPTER_CALL_TIMEOUT_S = 10.0
+_IN_MEMORY = ("device", "host")
+
+
+class EngineFleet:
+    """Follows the engines' leases and keeps a link to each. What it knows outlives a Redis that is away."""
+
+    def __init__(self, leases: EngineLeases, tokenizers: Tokenizers, *, resume_timeout_s: float) -> None:
+        """`resume_timeout_s`: how long a request whose engine was lost waits for another."""
+        self._leases = leases
+        self._tokenizers = tokenizers
+        self._resume_timeout_s = resume_timeout_s
+        self._lease_of: dict[str, EngineLease] = {}
+        self._links: dict[str, EngineLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._models: dict[str, ModelInfo] = {}
+        self._change = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+        self._redis_away = False
+
+    async def start(self) -> None:
+        """Begins to follow the leases, in a task of its own. Returns at once."""
+        self._follower = asyncio.create_task(self._follow(), name="engine-leases")
+
+    async def close(self) -> None:
+        """Ends all links; engines abort what ran on them."""
+        tasks = [task for task in (self._follower, *self._tasks.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def model_info(self, name: str | None = None) -> ModelInfo | None:
+        """Returns the model of this name, or the first one seen; None when no engine showed it yet.
+
+        A model stays known while its engines are away.
+        """
+        if name is None:
+            return next(iter(self._models.values()), None)
+        return self._models.get(name)
+
+    def models(self) -> list[ModelInfo]:
+        """Returns every model that an engine showed."""
+        return list(self._models.values())
+
+    def ready_engines(self) -> int:
+        """Returns how many engines can take requests."""
+        return sum(link.ready for link in self._links.values())
+
+    def residency(self, digest_hex: str) -> dict[str, str]:
+        """Returns by engine id where the adapter is held, for engines that hold it."""
+        return {
+            engine_id: lease.residency[digest_hex]
+            for engine_id, lease in self._lease_of.items()
+            if digest_hex in lease.residency
+        }
+
+    def open(self, submits: Sequence[Submit], *, model_digest: bytes) -> EngineStream:
+        """Returns the stream of a request of one or more prompts; the caller must close it."""
+        return EngineStream(
+            submits, model_digest=model_digest, placer=self, resume_timeout_s=self._resume_timeout_s
+        )
+
+    async def load(self, digest: bytes) -> None:
+        """Asks the engine that would serve this adapter to load it. An engine that cannot is only logged."""
+        info = self.model_info()
+        if info is not None and (link := self.choose(Submit(adapter_digest=digest), info.digest, set())):
+            await self._ask([link], lambda stub: stub.LoadAdapter(LoadAdapterRequest(digest=digest)))
+
+    async def unload(self, digest: bytes) -> None:
+        """Asks every engine to forget an adapter. An engine that cannot is only logged."""
+        await self._ask(
+            list(self._links.values()), lambda stub: stub.UnloadAdapter(UnloadAdapterRequest(digest=digest))
+        )
+
+    # ---- placing --------------------------------------------------------------------------------------
+
+    def choose(self, submit: Submit, model_digest: bytes, excluded: set[str]) -> EngineLink | None:
+        """See Placer. Engines that drain, or whose lease is gone, take nothing new while others can."""
+        ready = [
+            link
+            for engine_id, link in self._links.items()
+            if link.ready and link.info and link.info.digest == model_digest and engine_id not in excluded
+        ]
+        leased = [
+            link for link in ready if (lease := self._lease_of.get(link.engine_id)) and not lease.draining
+        ]
+        links = leased or [link for link in ready if link.engine_id not in self._lease_of]
+        if not links:
+            return None
+        digest_hex = submit.adapter_digest.hex()
+        candidates = [self._candidate(link, digest_hex) for link in links]
+        key = routing.affinity_key(submit.adapter_digest, submit.cache_scope, submit.prompt_tokens)
+        return self._links[routing.choose(key, candidates)]
+
+    def _candidate(self, link: EngineLink, digest_hex: str) -> routing.Candidate:
+        lease = self._lease_of.get(link.engine_id)
+        if lease is None:
+            return routing.Candidate(link.engine_id, link.in_flight)
+        # The lease counts everybody's requests, but is up to a second old; ours are known at once.
+        load = max(lease.running + lease.waiting, link.in_flight)
+        return routing.Candidate(link.engine_id, load, lease.residency.get(digest_hex) in _IN_MEMORY)
+
+    async def changed(self, timeout_s: float) -> None:
+        """See Placer."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._change.wait(), timeout_s)
+
+    def _on_link_change(self, link: EngineLink) -> None:
+        if link.ready and link.info:
+            self._models[link.info.name] = link.info
+        self._change.set()
+        self._change = asyncio.Event()
+
+    # ---- following the leases -------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_POLL_TIMEOUT_S):
+                    leases = await self._leases.live()
+            except (RedisError, OSError, TimeoutError) as error:
+                if not self._redis_away:
+                    logger.warning(
+                        "Redis is away (%s); keeping the engines known so far", type(error).__name__
+                    )
+                self._redis_away = True
+            else:
+                if self._redis_away:
+                    logger.info("Redis is back")
+                self._redis_away = False
+                await self._update({lease.engine_id: lease for lease in leases})
+            await asyncio.sleep(_POLL_S)
+
+    async def _update(self, leases: dict[str, EngineLease]) -> None:
+        """Opens links to engines that are new or moved, and ends those whose lease is gone and which are down."""
+        self._lease_of = leases
+        for engine_id, link in list(self._links.items()):
+            lease = leases.get(engine_id)
+            if (lease is None and not link.ready) or (lease is not None and lease.address != link.address):
+                await self._end_link(engine_id)
+        for engine_id, lease in leases.items():
+            if engine_id not in self._links:
+                link = EngineLink(engine_id, lease.address, self._tokenizers, self._on_link_change)
+                self._links[engine_id] = link
+                self._tasks[engine_id] = asyncio.create_task(link.run(), name=f"link-{engine_id}")
+
+    async def _end_link(self, engine_id: str) -> None:
+        del self._links[engine_id]
+        task = self._tasks.pop(engine_id)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _ask(
+        self, links: Sequence[EngineLink], call: Callable[[EngineStub], Awaitable[object]]
+    ) -> None:
+        async def ask(link: EngineLink, stub: EngineStub) -> None:
+            try:
+                async with asyncio.timeout(_ADAPTER_CALL_TIMEOUT_S):
+                    await call(stub)
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer in time"
+                logger.warning("engine %s: %s", link.engine_id, reason)
+
+        await asyncio.gather(*(ask(link, stub) for link in links if (stub := link.stub) is not None))

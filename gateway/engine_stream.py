@@ -1,0 +1,226 @@
+"""One client's request on the engines: the tokens of its choices as they come, from whichever engine runs them.
+
+A choice's state is its seed and the tokens received so far, and the noise of a draw depends on (seed, position, token)
+alone. So when a link breaks, each unfinished choice is submitted anew with its tokens, to any engine of the same
+model, and goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.engine_link import EngineLink
+from gateway.errors import unavailable
+from protos.engine_pb2 import Finished, FinishReason, Submit, TokenLogprobs
+
+_REFUSAL_MEMORY_S = 1.0
+
+
+class Placer(Protocol):
+    """Chooses engines; the fleet."""
+
+    def choose(self, submit: Submit, model_digest: bytes, excluded: set[str]) -> EngineLink | None:
+        """Returns the link that should take a request now, or None when there is none but the excluded."""
+        ...
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when an engine came or went, or after the time."""
+        ...
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice: tokens in order, their logprobs if asked for, and how it ended, if it did."""
+
+    choice: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Choice:
+    submit: Submit  # of its prompt; shared by the prompt's choices and never changed
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    link: EngineLink | None = None
+    request_id: int = 0
+    wire_choice: int = 0
+
+
+class EngineStream:
+    """The choices of one request, numbered through all its prompts. For one consumer, which must `close` it.
+
+    Nothing is sent before the first `wait_started` or `next`.
+    """
+
+    def __init__(
+        self, submits: Sequence[Submit], *, model_digest: bytes, placer: Placer, resume_timeout_s: float
+    ) -> None:
+        """`submits`, one per prompt, have everything but a request id. They are not modified."""
+        self.cached_tokens = 0
+        self._choices = [_Choice(submit, seed) for submit in submits for seed in submit.seeds]
+        self._unplaced = set(range(len(self._choices)))
+        self._model_digest = model_digest
+        self._placer = placer
+        self._resume_timeout_s = resume_timeout_s
+        self._deltas: dict[int, Delta] = {}
+        self._counted: set[int] = set()
+        self._started = False
+        self._accepted = False  # an engine had it once: then it is worth waiting for another
+        self._deadline: float | None = None  # for finding one; time.monotonic()
+        self._closed = False
+        self._refused_by: set[str] = set()
+        self._wakeup: asyncio.Future[None] | None = None
+
+    async def wait_started(self) -> None:
+        """Returns when the first choice has left an engine's queue, or has ended. Raises as `next`."""
+        while not (self._started or self._deltas or self._closed):
+            await self._advance()
+
+    async def next(self) -> list[Delta]:
+        """Returns what is new, at least one delta; an empty list when all choices have ended, or after `close`.
+
+        Raises ApiError 503 when no engine takes the request, and none came in time to continue a lost one.
+        """
+        while not (self._deltas or self._closed or all(choice.ended for choice in self._choices)):
+            await self._advance()
+        deltas, self._deltas = self._deltas, {}
+        return [] if self._closed else list(deltas.values())
+
+    def end_choice(self, index: int) -> None:
+        """Ends one choice early; nothing more is returned for it."""
+        choice = self._choices[index]
+        if choice.ended:
+            return
+        choice.ended = True
+        self._unplaced.discard(index)
+        if choice.link is not None:
+            choice.link.abort(choice.request_id, choice.wire_choice)
+
+    def close(self) -> None:
+        """Aborts whatever still runs, at once, and ends a `next` that waits. May be called again."""
+        self._closed = True
+        running = {(choice.link, choice.request_id) for choice in self._choices if not choice.ended}
+        for choice in self._choices:
+            choice.ended = True
+        for link, request_id in running:
+            if link is not None:
+                link.abort(request_id)
+        self._wake()
+
+    # ---- what the link calls ------------------------------------------------------------------------
+
+    def on_token(self, choice: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        """See Receiver."""
+        delta = self._delta(choice)
+        delta.tokens.append(token)
+        if logprobs is not None:
+            delta.logprobs.append(logprobs)
+        self._choices[choice].tokens.append(token)
+
+    def on_started(self, choices: Sequence[int], cached_tokens: int) -> None:
+        """See Receiver. A prompt's cached tokens count once, however often it is submitted."""
+        if choices[0] not in self._counted:
+            self._counted.update(choices)
+            self.cached_tokens += cached_tokens
+        self._started = self._accepted = True
+        self._deadline = None
+        self._wake()
+
+    def on_finished(self, choice: int, finished: Finished) -> None:
+        """See Receiver."""
+        state = self._choices[choice]
+        if finished.reason == FinishReason.FINISH_REASON_REFUSED:
+            assert state.link is not None
+            self._refused_by.add(state.link.engine_id)
+            self._displace([choice])
+            return
+        state.ended = True
+        delta = self._delta(choice)
+        delta.finish, delta.error = finished.reason, finished.error
+
+    def on_lost(self, choices: Sequence[int]) -> None:
+        """See Receiver."""
+        self._accepted = True
+        self._displace(choices)
+
+    def _displace(self, choices: Sequence[int]) -> None:
+        for index in choices:
+            self._choices[index].link = None
+        self._unplaced.update(choices)
+        self._wake()
+
+    def _delta(self, choice: int) -> Delta:
+        delta = self._deltas.get(choice)
+        if delta is None:
+            delta = self._deltas[choice] = Delta(choice)
+            self._wake()
+        return delta
+
+    # ---- placing ------------------------------------------------------------------------------------
+
+    async def _advance(self) -> None:
+        """Places what is unplaced, else waits for anything to happen."""
+        if self._unplaced:
+            await self._place()
+            return
+        self._wakeup = asyncio.get_running_loop().create_future()
+        await self._wakeup
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    async def _place(self) -> None:
+        """Submits every unplaced choice. Waits for an engine only to continue a request that one had accepted."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._resume_timeout_s
+        while self._unplaced and not self._closed:
+            choices, submit = self._next_to_place()
+            link = self._placer.choose(submit, self._model_digest, self._refused_by)
+            if link is not None:
+                request_id = link.submit(submit, self, choices)
+                for wire_choice, index in enumerate(choices):
+                    state = self._choices[index]
+                    state.link, state.request_id, state.wire_choice = link, request_id, wire_choice
+                self._unplaced.difference_update(choices)
+                continue
+            left_s = self._deadline - time.monotonic()
+            if not self._accepted or left_s <= 0:
+                raise _nobody(refused=bool(self._refused_by), lost=self._accepted)
+            await self._placer.changed(min(left_s, _REFUSAL_MEMORY_S))
+            self._refused_by.clear()
+
+    def _next_to_place(self) -> tuple[list[int], Submit]:
+        """Returns the choices of one submission, and it: a prompt's choices without tokens together, others alone."""
+        first = min(self._unplaced)
+        state = self._choices[first]
+        submit = Submit()
+        submit.CopyFrom(state.submit)
+        del submit.seeds[:]
+        if state.tokens:
+            submit.seeds.append(state.seed)
+            submit.output_tokens.extend(state.tokens)
+            return [first], submit
+        together = [
+            index
+            for index in sorted(self._unplaced)
+            if self._choices[index].submit is state.submit and not self._choices[index].tokens
+        ]
+        submit.seeds.extend(self._choices[index].seed for index in together)
+        return together, submit
+
+
+def _nobody(*, refused: bool, lost: bool) -> Exception:
+    if refused:
+        return unavailable("All engines are busy or draining. Try again shortly.", code="engine_overloaded")
+    if lost:
+        return unavailable("The engine that ran this request was lost, and no other came in time. Try again.")
+    return unavailable("No engine is ready. Try again shortly.")

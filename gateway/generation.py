@@ -1,0 +1,211 @@
+"""One request's life between the API and the engines: tokens in, pieces of text out, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.detokenizer import TextStream
+from gateway.engine_stream import Delta, EngineStream
+from gateway.errors import ApiError, unavailable
+from gateway.metrics import Metrics
+from gateway.tokenizer import ModelTokenizer
+from protos.engine_pb2 import FinishReason, ModelInfo, Submit, TokenLogprobs
+
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """A token whose logprobs are wanted. `offset` is where its text begins in the choice's text, in characters."""
+
+    token: int
+    offset: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one choice's answer. `finish_reason` comes once, with the last piece."""
+
+    choice: int
+    text: str
+    tokens: Sequence[TokenInfo] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a request has cost so far, in tokens, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class _Choice:
+    text: TextStream
+    waiting: list[TokenInfo] = field(default_factory=list)  # tokens whose text is held back
+    last_at: float = 0.0  # when tokens last came, by time.perf_counter()
+    ended: bool = False
+
+
+class Generation:
+    """The answer to one request as it comes: `await start()`, then `await next()` until it returns nothing; `close()`.
+
+    Use it as a context manager: whatever happens, what runs on an engine ends with it.
+    """
+
+    def __init__(
+        self,
+        stream: EngineStream,
+        submits: Sequence[Submit],
+        *,
+        info: ModelInfo,
+        tokenizer: ModelTokenizer,
+        stops: Sequence[str],
+        metrics: Metrics,
+        route: str,
+    ) -> None:
+        first = submits[0]
+        self.usage = Usage(prompt_tokens=sum(len(submit.prompt_tokens) for submit in submits))
+        self.tokenizer = tokenizer
+        self._stream = stream
+        self._choices = [
+            _Choice(TextStream(tokenizer.decoder(), stops)) for submit in submits for _ in submit.seeds
+        ]
+        self._end_tokens = frozenset(first.stop_token_ids) | frozenset(
+            () if first.ignore_eos else info.eos_token_ids
+        )
+        self._metrics = metrics
+        self._route = route
+        self._arrived_at = time.perf_counter()
+        self._outcome = "disconnected"
+
+    def __enter__(self) -> Generation:
+        self._metrics.running.inc()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
+        if error is not None:
+            self._outcome = "refused" if isinstance(error, ApiError) and error.status == 503 else "failed"
+        metrics, usage = self._metrics, self.usage
+        metrics.running.dec()
+        metrics.requests.labels(self._route, self._outcome).inc()
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.cached_tokens.inc(usage.cached_tokens)
+        metrics.completion_tokens.inc(usage.completion_tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return all(choice.ended for choice in self._choices)
+
+    def close(self) -> None:
+        """Aborts what still runs, at once; a `next` that waits returns nothing. May be called again."""
+        self._stream.close()
+
+    async def start(self) -> None:
+        """Returns when an engine has begun to work on it. Raises ApiError when none will."""
+        await self._stream.wait_started()
+
+    async def next(self) -> list[Piece]:
+        """Returns what is new, as few pieces as possible; an empty list at the end, or once closed.
+
+        Raises ApiError when a choice failed, or its engine was lost and no other came.
+        """
+        while deltas := await self._stream.next():
+            now = time.perf_counter()
+            pieces = [piece for delta in deltas if (piece := self._consume(delta, now))]
+            self.usage.cached_tokens = self._stream.cached_tokens
+            if pieces:
+                return pieces
+        if self.complete:
+            self._outcome = "completed"
+        return []
+
+    def _consume(self, delta: Delta, now: float) -> Piece | None:
+        """Takes in one choice's news. Returns what can be shown of it, if anything."""
+        choice = self._choices[delta.choice]
+        if choice.ended:
+            return None
+        if delta.tokens:
+            self._observe(choice, now)
+        text = self._take_tokens(choice, delta)
+        reason = None
+        if choice.text.stopped:
+            reason = STOP
+            self._stream.end_choice(delta.choice)
+        elif delta.finish:
+            text += choice.text.finish()
+            reason = STOP if choice.text.stopped else _reason_of(delta)
+        choice.ended = reason is not None
+        tokens = self._take_shown(choice)
+        if not (text or tokens or reason):
+            return None
+        return Piece(delta.choice, text, tokens, reason)
+
+    def _take_tokens(self, choice: _Choice, delta: Delta) -> str:
+        """Feeds the choice's text with the tokens up to the end token or the stop string. Returns the new text."""
+        text = ""
+        logprobs = iter(delta.logprobs)
+        for token in delta.tokens:
+            self.usage.completion_tokens += 1
+            if token in self._end_tokens:
+                break
+            offset = choice.text.decoded_len
+            text += choice.text.feed(token)
+            if delta.logprobs:
+                choice.waiting.append(TokenInfo(token, offset, next(logprobs)))
+            if choice.text.stopped:
+                break
+        return text
+
+    @staticmethod
+    def _take_shown(choice: _Choice) -> Sequence[TokenInfo]:
+        """Returns the waiting tokens whose text has begun to be shown; at the end all that are not cut off."""
+        if not choice.waiting:
+            return ()
+        if choice.ended and not choice.text.stopped:
+            shown = len(choice.waiting)
+        else:
+            shown = sum(token.offset < choice.text.emitted_len for token in choice.waiting)
+        tokens = choice.waiting[:shown]
+        del choice.waiting[:shown]
+        return tokens
+
+    def _observe(self, choice: _Choice, now: float) -> None:
+        if choice.last_at:
+            self._metrics.inter_token.observe(now - choice.last_at)
+        else:
+            self._metrics.first_token.observe(now - self._arrived_at)
+        choice.last_at = now
+
+
+def _reason_of(delta: Delta) -> str:
+    """Returns OpenAI's word for how an engine ended a choice. Raises ApiError when that was no proper end."""
+    if delta.finish == FinishReason.FINISH_REASON_STOP:
+        return STOP
+    if delta.finish == FinishReason.FINISH_REASON_LENGTH:
+        return LENGTH
+    if delta.finish == FinishReason.FINISH_REASON_ERROR:
+        raise ApiError(
+            500, delta.error or "The engine failed.", type="server_error", code="generation_failed"
+        )
+    if delta.finish == FinishReason.FINISH_REASON_DEADLINE:
+        raise ApiError(
+            504, "The request took longer than its deadline.", type="server_error", code="deadline_exceeded"
+        )
+    raise unavailable(delta.error or "The engine stopped before the answer was complete. Try again.")

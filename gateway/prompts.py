@@ -1,0 +1,64 @@
+"""From a body to prompt tokens: chat template and tokenizer, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.chat_template import ChatTemplateError
+from gateway.errors import invalid_request
+from gateway.schemas.chat import ChatRequest
+from gateway.schemas.completion import CompletionRequest
+from gateway.submission import check_prompt_tokens, too_long
+from gateway.tokenizer import ModelTokenizer
+from protos.engine_pb2 import ModelInfo
+
+
+async def chat_prompt(body: ChatRequest, tokenizer: ModelTokenizer, info: ModelInfo) -> list[int]:
+    """Returns a conversation's tokens. Raises ApiError 400 when the template refuses it, or it is far too long."""
+    return await asyncio.to_thread(_chat_tokens, body, tokenizer, info)
+
+
+async def completion_prompts(
+    body: CompletionRequest, tokenizer: ModelTokenizer, info: ModelInfo
+) -> Sequence[Sequence[int]]:
+    """Returns the tokens of each prompt, at least one token each. Raises ApiError 400."""
+    prompts = await asyncio.to_thread(
+        lambda: [
+            _encode(tokenizer, prompt, info, add_special_tokens=True) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+    )
+    for given, prompt in zip(body.prompts, prompts, strict=True):
+        if not prompt:
+            raise invalid_request("The prompt is empty: it must have at least one token.", param="prompt")
+        if not isinstance(given, str):
+            check_prompt_tokens(prompt, info)
+    return prompts
+
+
+def _chat_tokens(body: ChatRequest, tokenizer: ModelTokenizer, info: ModelInfo) -> list[int]:
+    add_generation_prompt = body.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not body.continue_final_message
+    try:
+        text = tokenizer.chat_template.render(
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+    except ChatTemplateError as error:
+        raise invalid_request(str(error), param="messages", code="invalid_chat") from error
+    tokens = _encode(tokenizer, text, info, add_special_tokens=False)
+    if not tokens:
+        raise invalid_request("The messages make an empty prompt.", param="messages")
+    return tokens
+
+
+def _encode(tokenizer: ModelTokenizer, text: str, info: ModelInfo, *, add_special_tokens: bool) -> list[int]:
+    """Encodes, unless the text is so long that it cannot fit whatever its tokens are: that would take seconds."""
+    least = len(text) // tokenizer.longest_token
+    if least >= info.max_model_len:
+        raise too_long(f"at least {least}", info.max_model_len)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)

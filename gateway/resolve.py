@@ -1,0 +1,97 @@
+"""From what the client names to what engines know, inside the key's tenant: nothing a client sends can leave it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from adapters.identity import InvalidName, parse_model_ref
+from adapters.registry import AdapterVersion, Registry
+from gateway.auth import Principal
+from gateway.engine_client import EngineFleet
+from gateway.errors import ApiError, unavailable
+from gateway.tenants import PrefixSharing
+from protos.engine_pb2 import ModelInfo
+
+_LOOKUP_TIMEOUT_S = 1.0
+_MAX_KNOWN = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """What a `model` string means for one tenant."""
+
+    served_name: str
+    """What the response says: the base model's name, or `name@version`."""
+    info: ModelInfo
+    """The base model."""
+    adapter_digest: bytes = b""
+    """Empty for the base model."""
+
+
+class ModelResolver:
+    """Resolves `model` strings. Remembers its answers, for as long as Redis is away and no longer."""
+
+    def __init__(self, registry: Registry, engines: EngineFleet) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._known: OrderedDict[tuple[str, str, int | None], AdapterVersion] = OrderedDict()
+
+    async def resolve(self, name: str, caller: Principal) -> ResolvedModel:
+        """Returns what `name` means for the caller's tenant.
+
+        Raises ApiError: 404, the same for an adapter of somebody else as for none; 503 while no engine has shown its
+        model, or while an adapter not seen before cannot be looked up.
+        """
+        base = self._engines.model_info(name)
+        if base is not None:
+            return ResolvedModel(base.name, base)
+        base = self._engines.model_info()
+        if base is None:
+            raise unavailable("No engine is ready. Try again shortly.")
+        found = await self.find_adapter(name, caller)
+        if found is None:
+            raise model_not_found(name)
+        return ResolvedModel(f"{found.name}@{found.version}", base, found.digest)
+
+    async def find_adapter(self, name: str, caller: Principal) -> AdapterVersion | None:
+        """Returns the caller's adapter of this name, or None. Raises ApiError 503 when it cannot be looked up."""
+        try:
+            adapter_name, version = parse_model_ref(name)
+        except InvalidName:
+            return None
+        key = (caller.tenant_id, adapter_name, version)
+        try:
+            async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+                found = await self._registry.resolve(*key)
+        except (RedisError, OSError, TimeoutError) as error:
+            if key in self._known:
+                return self._known[key]
+            message = "Adapters cannot be looked up at the moment. Try again shortly."
+            raise unavailable(message, code="registry_unavailable") from error
+        self._known.pop(key, None)
+        if found is not None:
+            self._known[key] = found
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return found
+
+
+def model_not_found(name: str) -> ApiError:
+    """Returns the 404 for a model that the tenant does not have."""
+    message = f"The model '{name}' does not exist or you do not have access to it."
+    return ApiError(404, message, type="invalid_request_error", param="model", code="model_not_found")
+
+
+def cache_scope(caller: Principal, salt: str | None) -> bytes:
+    """Returns who may share KV blocks with this request: the tenant, or all tenants that chose to share.
+
+    A client's salt is mixed in, so it can only narrow the scope.
+    """
+    shared = caller.prefix_sharing == PrefixSharing.SHARED
+    scope = hashlib.sha256(b"shared" if shared else b"tenant\0" + caller.tenant_id.encode()).digest()
+    return hashlib.sha256(scope + salt.encode()).digest() if salt is not None else scope

@@ -1,0 +1,96 @@
+"""The body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from gateway.schemas.generation import MAX_TOP_LOGPROBS, GenerationFields, StrictModel, Unsupported, fault
+
+
+class TextPart(StrictModel):
+    """A part of a message's content. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(StrictModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns what the chat template sees. Parts are joined by line ends; developers speak as the system."""
+        text = (
+            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        )
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ResponseFormat(StrictModel):
+    """Free text is the only format supported."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationFields):
+    """A conversation to be continued by one message."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    # Accepted, since they do not change the answer.
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Known, and refused when used.
+    tools: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+    best_of: Unsupported = None
+
+    @model_validator(mode="after")
+    def _chat_fields_agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise fault("top_logprobs", "it needs 'logprobs': true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise fault("continue_final_message", "it excludes 'add_generation_prompt': true")
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(
+            self.chat_template_kwargs or {}
+        )
+        if reserved:
+            raise fault("chat_template_kwargs", f"'{sorted(reserved)[0]}' cannot be set here")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens per choice that the client wants; None: what the model's length leaves."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token; None when no logprobs are wanted."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,53 @@
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from gateway.schemas.generation import (
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    GenerationFields,
+    TokenId,
+    Unsupported,
+    fault,
+)
+
+DEFAULT_MAX_TOKENS = 16
+
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(GenerationFields):
+    """One or more prompts, as text or as token ids, to be continued."""
+
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = None
+    suffix: Unsupported = None
+    echo: Unsupported = None
+
+    @model_validator(mode="after")
+    def _completion_fields_agree(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise fault("best_of", "'best_of' other than 'n' is not supported by this server")
+        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
+            raise fault("n", f"prompts times 'n' must be at most {MAX_CHOICES}")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts, each a text or a list of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return prompt  # type: ignore[return-value]

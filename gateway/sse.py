@@ -1,0 +1,85 @@
+"""Server-sent events: one write per chunk, and an end at once when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+
+import orjson
+from fastapi import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: object) -> bytes:
+    """Returns one event with `data` as JSON."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class EventStream(Response):
+    """A streamed answer. `on_disconnect` is called once if the client goes first; `events` must end soon after that.
+
+    An ApiError that `events` raises becomes an error event, since the status has long been sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes], *, on_disconnect: Callable[[], None]
+    ) -> None:
+        """`first` goes out before what `events` yields."""
+        self._first = first
+        self._events = events
+        self._on_disconnect = on_disconnect
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events. Their generator is closed in any case."""
+        last = DONE
+        async with DisconnectWatch(receive, self._on_disconnect), aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await send(_body(self._first))
+                async for chunk in self._events:
+                    await send(_body(chunk))
+            except ApiError as error:
+                logger.info("a stream ended with an error: %s", error.message)
+                last = event(error.body()) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _body(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
+
+
+class DisconnectWatch:
+    """Calls back when the client of a request goes, for as long as the block runs. The body must have been read."""
+
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
+        self._receive = receive
+        self._on_disconnect = on_disconnect
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> DisconnectWatch:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._on_disconnect()

@@ -1,0 +1,128 @@
+"""From a validated body to what goes on the wire: one Submit per prompt."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from gateway.auth import Principal
+from gateway.errors import ApiError, invalid_request
+from gateway.resolve import ResolvedModel, cache_scope
+from gateway.schemas.generation import GenerationFields
+from protos.engine_pb2 import ModelInfo, Sampling, Submit
+
+# On the wire, a top_p of 0 means off; to a client it means the most likely token only.
+_LEAST_TOP_P = 1e-6
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def build_submits(
+    fields: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    *,
+    model: ResolvedModel,
+    caller: Principal,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> list[Submit]:
+    """Returns a Submit per prompt, complete but for the request id.
+
+    `max_tokens` None: as many as the model's length leaves. Raises ApiError 400 for a prompt that does not fit, or a
+    token that does not exist.
+    """
+    sampling = _sampling(fields, model.info, logprobs)
+    stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
+    _check_tokens(stop_tokens, model.info, "stop_token_ids")
+    scope = cache_scope(caller, fields.cache_salt)
+    seed = secrets.randbits(63) if fields.seed is None else fields.seed & _MASK_64
+    submits = []
+    for index, prompt in enumerate(prompts):
+        limit = _limit(len(prompt), model.info.max_model_len, max_tokens)
+        if (fields.min_tokens or 0) > limit:
+            raise invalid_request(
+                f"'min_tokens' is {fields.min_tokens}, but at most {limit} tokens can be generated.",
+                param="min_tokens",
+            )
+        choices = range(index * (fields.n or 1), (index + 1) * (fields.n or 1))
+        submits.append(
+            Submit(
+                prompt_tokens=prompt,
+                adapter_digest=model.adapter_digest,
+                cache_scope=scope,
+                tenant=caller.tenant_id,
+                weight=caller.weight,
+                seeds=[_choice_seed(seed, choice) for choice in choices],
+                sampling=sampling,
+                max_tokens=limit,
+                min_tokens=fields.min_tokens or 0,
+                stop_token_ids=stop_tokens,
+                ignore_eos=bool(fields.ignore_eos),
+            )
+        )
+    return submits
+
+
+def check_prompt_tokens(prompt: Sequence[int], info: ModelInfo) -> None:
+    """Raises ApiError 400 when a client's own token ids are not in the vocabulary."""
+    _check_tokens(prompt, info, "prompt")
+
+
+def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:
+    """Returns the 400 for a prompt that leaves no room for an answer."""
+    return invalid_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt_tokens} "
+        "tokens, and at least one more must fit. Please reduce the length of the prompt.",
+        code="context_length_exceeded",
+        param="prompt",
+    )
+
+
+def _limit(prompt_tokens: int, max_model_len: int, max_tokens: int | None) -> int:
+    """Returns how many tokens to generate at most, at least one."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise too_long(prompt_tokens, max_model_len)
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise invalid_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion). "
+            "Please reduce the length of the prompt or of the completion.",
+            code="context_length_exceeded",
+            param="max_tokens",
+        )
+    return max_tokens
+
+
+def _sampling(fields: GenerationFields, info: ModelInfo, logprobs: int | None) -> Sampling:
+    bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    _check_tokens(list(bias), info, "logit_bias")
+    top_p = 1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P)
+    return Sampling(
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=top_p,
+        top_k=max(fields.top_k or 0, 0),
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=fields.repetition_penalty or 0.0,
+        bias_tokens=list(bias),
+        bias_values=list(bias.values()),
+        logprobs=logprobs,
+    )
+
+
+def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
+    largest = max(tokens, default=0)
+    if largest >= info.vocab_size:
+        raise invalid_request(
+            f"The token id {largest} in '{param}' is not in the vocabulary of {info.vocab_size} tokens.",
+            param=param,
+        )
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """Returns a choice's own seed: the first one's is the request's, the others are spread over all 64-bit numbers."""
+    return (seed + choice * _GOLDEN) & _MASK_64

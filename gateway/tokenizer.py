@@ -1,0 +1,182 @@
+"""Tokenizers, built from the files that an engine serves: one per model digest, for as long as the process lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
+
+logger = logging.getLogger(__name__)
+
+TokenizerFiles = Mapping[str, bytes]
+
+# Names of special tokens that transformers hands to a chat template.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ModelTokenizer:
+    """One model's tokenizer and chat template. Its methods may be called from several threads at once."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        """`files` by name: `tokenizer.json`, and optionally `tokenizer_config.json` and `chat_template.jinja`.
+
+        Raises ValueError when there is no usable `tokenizer.json`.
+        """
+        raw = files.get("tokenizer.json")
+        if raw is None:
+            raise ValueError("the engine serves no tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_buffer(raw)
+        except Exception as error:  # the binding raises bare Exception
+            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = frozenset(
+            token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
+        )
+        config: dict[str, Any] = json.loads(files.get("tokenizer_config.json", b"{}"))
+        self._variables = _named_tokens(config)
+        self._template_source = _template_source(files, config)
+        self._byte_level = _is_byte_level(json.loads(raw).get("decoder"))
+        self._lock = threading.Lock()
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template. Raises ChatTemplateError when it has none, or none that compiles."""
+        if self._template_source is None:
+            raise ChatTemplateError("This model has no chat template. Use /v1/completions.")
+        return ChatTemplate(self._template_source, self._variables)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: no text of n bytes has fewer than n / longest_token tokens."""
+        return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the text's tokens. Special tokens written out in the text count as such, as in transformers.
+
+        `add_special_tokens` adds what the tokenizer puts around a plain text (a BOS token, for some); a rendered
+        chat template already holds it. Takes time in proportion to the text, without the interpreter lock.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decoder(self) -> TokenDecoder:
+        """Returns a decoder for the tokens of one choice, without special tokens."""
+        if self._byte_level:
+            return ByteDecoder(self._text_bytes)
+        return WindowDecoder(self._tokenizer, self._special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns what one token stands for, special tokens by their names; may be a part of a character."""
+        name = self._tokenizer.id_to_token(token) or ""
+        if self._byte_level:
+            return _bytes_of(name)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:5])
+        return name.replace("▁", " ").encode()
+
+    @cached_property
+    def _text_bytes(self) -> list[bytes]:
+        with self._lock:
+            size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
+            return [b"" if token in self._special else self.token_bytes(token) for token in range(size)]
+
+    def warm_up(self) -> None:
+        """Builds what is built on first use, so that no request waits for it. Takes some 100 ms."""
+        if self._byte_level:
+            _ = self._text_bytes
+        _ = self.longest_token
+        if self._template_source is not None:
+            try:
+                _ = self.chat_template
+            except ChatTemplateError as error:
+                logger.warning("%s; chat requests will be refused", error)
+
+
+class Tokenizers:
+    """The tokenizers of all models that were seen, by model digest."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[bytes, ModelTokenizer] = {}
+        self._lock = asyncio.Lock()
+
+    def get(self, digest: bytes) -> ModelTokenizer:
+        """Returns a model's tokenizer; an engine's link has loaded it before the model is shown to anyone."""
+        return self._by_digest[digest]
+
+    async def load(self, digest: bytes, fetch: Callable[[], Awaitable[TokenizerFiles]]) -> None:
+        """Makes the tokenizer of this model, from the files that `fetch` returns, unless it is there.
+
+        Raises ValueError when the files make no tokenizer, and what `fetch` raises.
+        """
+        async with self._lock:
+            if digest not in self._by_digest:
+                files = await fetch()
+                self._by_digest[digest] = await asyncio.to_thread(_build, files)
+
+
+def _build(files: TokenizerFiles) -> ModelTokenizer:
+    tokenizer = ModelTokenizer(files)
+    tokenizer.warm_up()
+    return tokenizer
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Reads the special tokens' texts: each is a string, or an object with its `content`."""
+    found = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _template_source(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
+    """Finds the template: a file of its own, else the config's text, or the one named `default` of several."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
+        decoder = decoder["decoders"][0]
+    return bool(decoder) and decoder["type"] == "ByteLevel"
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for characters from 256 on."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _bytes_of(name: str) -> bytes:
+    """Returns a byte-level token's bytes; one with characters outside the alphabet was added by hand, as text."""
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in name])
+    except KeyError:
+        return name.encode()
