@@ -16,7 +16,9 @@ _GIB = 1024 * _MIB
 class GatewaySettings(BaseSettings):
     """Settings of `loraplex gateway`: a flag wins over the environment, the environment over the default."""
 
-    model_config = SettingsConfigDict(env_prefix="LORAPLEX_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="LORAPLEX_", env_ignore_empty=True, frozen=True, extra="ignore"
+    )
 
     host: str = Field("127.0.0.1", description="Address that the HTTP server binds.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")

@@ -7,9 +7,7 @@ checked as they arrive, and a fault ends the upload at once.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -18,19 +16,15 @@ import anyio.to_thread
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from gateway.errors import ApiError
+from adapters.peft_config import MAX_CONFIG_BYTES
+from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from gateway.errors import ApiError, invalid_request
 
-_MIB = 1024 * 1024
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = _MIB
 _MAX_FIELD_BYTES = 1024
 _FIELDS = frozenset({"name", "allow_zero"})
-_WRITE_BYTES = _MIB
+_WRITE_BYTES = 1024 * 1024
 _MAX_PARTS = 8
-_FORM_BYTES = 64 * 1024  # what boundaries, headers and fields may take beside the files
-_DRAIN_BYTES = 32 * _MIB
-_DRAIN_S = 3.0
+_FORM_BYTES = MAX_CONFIG_BYTES + 64 * 1024  # what all but the weights may take
 
 
 @dataclass(slots=True)
@@ -51,26 +45,21 @@ async def receive_upload(
 ) -> Upload:
     """Reads the form from the request's body and writes its two files into `folder`.
 
-    Raises ApiError 4xx that names the fault, after it has read on for a bounded while so that the client sees
-    the answer rather than a broken connection; and what `chunks` raises, when the client goes away. Whoever
-    owns `folder` removes what was written.
+    Raises ApiError 4xx that names the fault, as soon as it is seen; and what `chunks` raises, when the client
+    goes away. Whoever owns `folder` removes what was written.
     """
+    boundary = _boundary_of(content_type)
+    if content_length and content_length.isdecimal() and int(content_length) > max_bytes + _FORM_BYTES:
+        raise _too_large(max_bytes)
+    receiver = _Receiver(boundary, folder, max_bytes)
     try:
-        boundary = _boundary_of(content_type)
-        if content_length and content_length.isdecimal() and int(content_length) > max_bytes + _FORM_BYTES:
-            raise _too_large(max_bytes)
-        receiver = _Receiver(boundary, folder, max_bytes)
-        try:
-            async for chunk in chunks:
-                receiver.feed(chunk)
-                await receiver.flush(at_least=_WRITE_BYTES)
-            await receiver.finish()
-        finally:
-            receiver.close()
-        return receiver.upload
-    except ApiError:
-        await _drain(chunks)
-        raise
+        async for chunk in chunks:
+            receiver.feed(chunk)
+            await receiver.flush(at_least=_WRITE_BYTES)
+        await receiver.finish()
+    finally:
+        receiver.close()
+    return receiver.upload
 
 
 class _Receiver:
@@ -217,18 +206,6 @@ def _write_all(writes: list[tuple[BinaryIO, list[bytes]]]) -> None:
         file.flush()
 
 
-async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Reads on and drops it, within bounds: a server that answers and hangs up in mid-body is seen as a
-    broken pipe."""
-    left = _DRAIN_BYTES
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            async for chunk in chunks:
-                left -= len(chunk)
-                if left < 0:
-                    return
-
-
 def _boundary_of(content_type: str) -> bytes:
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -252,7 +229,7 @@ def _too_large(limit: int, file_name: str | None = None) -> ApiError:
 
 
 def _bad_form(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, message, type="invalid_request_error", code="invalid_upload", param=param)
+    return invalid_request(message, param=param, code="invalid_upload")
 
 
 def _shown(text: str) -> str:

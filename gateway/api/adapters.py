@@ -1,0 +1,169 @@
+"""A tenant's adapters: upload, list, show, delete. All names are within the tenant of the key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Depends, Request
+from starlette.requests import ClientDisconnect
+
+from adapters import lifecycle
+from adapters.blob_store import Staging
+from adapters.identity import InvalidName, check_name
+from adapters.peft_format import BaseModelShape
+from adapters.registry import AdapterHistory, AdapterVersion
+from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_file, validate
+from gateway.adapter_removal import delete_adapter
+from gateway.auth import Principal, require
+from gateway.errors import ApiError, invalid_request, unavailable
+from gateway.services import Services
+from gateway.uploads import Upload, receive_upload
+from protos.engine_pb2 import ModelInfo
+
+router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
+
+_ABANDONED_AFTER_S = 3600.0
+
+
+@router.post("", status_code=201)
+async def upload_adapter(
+    request: Request, caller: Principal = Depends(require("adapters"))
+) -> dict[str, Any]:
+    """Takes an adapter in PEFT's format and makes it the name's live version.
+
+    multipart/form-data with the field `name`, the files `adapter_config.json` and `adapter_model.safetensors`
+    as `files`, and optionally `allow_zero=true`. What is not right in every detail is refused, and leaves
+    nothing.
+    """
+    services: Services = request.app.state.services
+    info = services.engines.model_info()
+    if info is None:
+        raise unavailable("No engine has shown its model yet, so no adapter can be checked against it.")
+    shape = _shape_of(info)
+    await asyncio.to_thread(services.store.clean_staging, _ABANDONED_AFTER_S)
+    with services.store.stage() as staging:
+        upload = await _receive(request, staging.path, shape, services.settings.max_adapter_bytes)
+        name, allow_zero = _checked_fields(upload.fields)
+        summary = await _validate(staging.path, shape, allow_zero)
+        version = await _publish(services, staging, caller.tenant_id, name, summary)
+    return _adapter_object(version)
+
+
+@router.get("")
+async def list_adapters(request: Request, caller: Principal = Depends(require("adapters"))) -> dict[str, Any]:
+    """Lists the live version of each of the tenant's adapters, by name."""
+    services: Services = request.app.state.services
+    versions = await services.registry.list(caller.tenant_id)
+    return {"object": "list", "data": [_adapter_object(version) for version in versions]}
+
+
+@router.get("/{name}")
+async def show_adapter(
+    name: str, request: Request, caller: Principal = Depends(require("adapters"))
+) -> dict[str, Any]:
+    """Shows an adapter: its live version, all versions, and which engines hold the live one where."""
+    services: Services = request.app.state.services
+    history = await _history(services, caller.tenant_id, name)
+    return {
+        **_adapter_object(history.live),
+        "versions": [_adapter_object(version) for version in history.versions],
+        "residency": services.engines.residency(history.live.digest.hex()),
+    }
+
+
+@router.delete("/{name}")
+async def remove_adapter(
+    name: str, request: Request, caller: Principal = Depends(require("adapters"))
+) -> dict[str, Any]:
+    """Deletes an adapter with all its versions. Requests under way finish."""
+    services: Services = request.app.state.services
+    await _history(services, caller.tenant_id, name)
+    if not await delete_adapter(services, caller.tenant_id, name):
+        raise _not_found(name)
+    return {"id": name, "object": "adapter.deleted", "deleted": True}
+
+
+async def _receive(request: Request, folder: Path, shape: BaseModelShape, max_bytes: int) -> Upload:
+    try:
+        return await receive_upload(
+            request.stream(),
+            content_type=request.headers.get("content-type", ""),
+            content_length=request.headers.get("content-length"),
+            folder=folder,
+            max_bytes=min(max_bytes, largest_weights_file(shape)),
+        )
+    except ClientDisconnect:
+        raise invalid_request("The client went away during the upload.", code="upload_aborted") from None
+
+
+def _checked_fields(fields: Mapping[str, str]) -> tuple[str, bool]:
+    """Returns the name and `allow_zero`."""
+    try:
+        name = check_name(fields["name"])
+    except InvalidName as error:
+        raise invalid_request(str(error), param="name", code="invalid_name") from None
+    allow_zero = fields.get("allow_zero", "false")
+    if allow_zero not in ("true", "false"):
+        raise invalid_request("The field 'allow_zero' is either 'true' or 'false'.", param="allow_zero")
+    return name, allow_zero == "true"
+
+
+async def _validate(folder: Path, shape: BaseModelShape, allow_zero: bool) -> AdapterSummary:
+    # In anyio's threads rather than asyncio's own, where prompts are tokenised: uploads must not hold those up.
+    try:
+        return await anyio.to_thread.run_sync(lambda: validate(folder, shape, allow_zero=allow_zero))
+    except InvalidAdapter as error:
+        raise invalid_request(error.message, param=error.field_or_tensor, code="invalid_adapter") from None
+
+
+async def _publish(
+    services: Services, staging: Staging, tenant_id: str, name: str, summary: AdapterSummary
+) -> AdapterVersion:
+    version = await lifecycle.publish(
+        services.registry, services.store, staging, tenant=tenant_id, name=name, summary=summary
+    )
+    if await services.tenants.get(tenant_id) is None:
+        # The tenant was deleted during the upload; who deleted it did not see this adapter.
+        await delete_adapter(services, tenant_id, name)
+        raise ApiError(403, "This tenant has been deleted.", type="permission_error", code="tenant_deleted")
+    return version
+
+
+async def _history(services: Services, tenant_id: str, name: str) -> AdapterHistory:
+    try:
+        history = await services.registry.show(tenant_id, name)
+    except InvalidName:
+        history = None
+    if history is None:
+        raise _not_found(name)
+    return history
+
+
+def _not_found(name: str) -> ApiError:
+    # The same whether another tenant has an adapter of this name or nobody has.
+    message = f"There is no adapter {name!a}."
+    return ApiError(404, message, type="invalid_request_error", code="adapter_not_found", param="name")
+
+
+def _shape_of(info: ModelInfo) -> BaseModelShape:
+    modules = {module.name: (module.in_features, module.out_features) for module in info.modules}
+    return BaseModelShape(num_layers=info.num_layers, modules=modules, max_lora_rank=info.max_lora_rank)
+
+
+def _adapter_object(version: AdapterVersion) -> dict[str, Any]:
+    return {
+        "id": version.ref,
+        "object": "adapter",
+        "name": version.name,
+        "version": version.version,
+        "digest": version.digest.hex(),
+        "rank": version.rank,
+        "bytes": version.nbytes,
+        "target_modules": list(version.target_modules),
+        "base_model": version.base_model,
+        "created": version.created_at,
+    }
