@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import native, reference
 from kernels.plans import AttentionPlan
 
 
@@ -31,4 +31,11 @@ def rope_write_kv(
         from kernels.gpu import kv_write as gpu
 
         return gpu.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)
-    reference.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)
+    kernels = native.library(qkv.dtype)
+    if kernels is None:
+        return reference.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)
+    kernels.rope_write_kv(
+        *(qkv.data_ptr(), cos_sin.data_ptr(), plan.positions.data_ptr(), plan.slots.data_ptr()),
+        *(k_cache.data_ptr(), v_cache.data_ptr()),
+        *(qkv.shape[0], num_heads, k_cache.shape[1], k_cache.shape[3], torch.get_num_threads()),
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from kernels import reference
-from kernels.plans import LoraPlan, LoraPool
+from kernels import native, reference
+from kernels.plans import RANK_PAGE, LoraPlan, LoraPool
 
 
 def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> None:
@@ -23,7 +25,9 @@ def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan)
         from kernels.gpu import lora as gpu
 
         return gpu.apply_lora(x, y, pool, plan)
-    reference.lora_expand(reference.lora_shrink(x, pool, plan), y, pool, plan)
+    if native.library(x.dtype) is None:
+        return reference.lora_expand(reference.lora_shrink(x, pool, plan), y, pool, plan)
+    _launch(x, y, _empty_shrunk(pool, plan), pool, plan)
 
 
 def lora_shrink(x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
@@ -37,7 +41,11 @@ def lora_shrink(x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor
         from kernels.gpu import lora as gpu
 
         return gpu.lora_shrink(x, pool, plan)
-    return reference.lora_shrink(x, pool, plan)
+    if native.library(x.dtype) is None:
+        return reference.lora_shrink(x, pool, plan)
+    shrunk = _empty_shrunk(pool, plan)
+    _launch(x, None, shrunk, pool, plan)
+    return shrunk
 
 
 def lora_expand(shrunk: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> None:
@@ -46,4 +54,36 @@ def lora_expand(shrunk: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: Lor
         from kernels.gpu import lora as gpu
 
         return gpu.lora_expand(shrunk, y, pool, plan)
-    reference.lora_expand(shrunk, y, pool, plan)
+    if native.library(y.dtype) is None:
+        return reference.lora_expand(shrunk, y, pool, plan)
+    _launch(None, y, shrunk, pool, plan)
+
+
+def _empty_shrunk(pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
+    return torch.empty(plan.rows.shape[0], plan.segment_pages.shape[1], pool.a.shape[1], RANK_PAGE)
+
+
+@functools.cache
+def _column_splits(splits: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(splits, dtype=torch.int64)
+
+
+def _launch(
+    x: torch.Tensor | None,
+    y: torch.Tensor | None,
+    shrunk: torch.Tensor,
+    pool: LoraPool,
+    plan: LoraPlan,
+) -> None:
+    """The CPU kernel: shrink where ``x`` is given, expand where ``y`` is given."""
+    kernels = native.library(pool.a.dtype)
+    assert kernels is not None
+    _, num_projections, _, in_features = pool.a.shape
+    kernels.lora(
+        *(None if x is None else x.data_ptr(), None if y is None else y.data_ptr(), shrunk.data_ptr()),
+        *(pool.a.data_ptr(), pool.b.data_ptr(), pool.scales.data_ptr()),
+        *(_column_splits(pool.splits).data_ptr(), plan.rows.data_ptr(), plan.segment_starts.data_ptr()),
+        *(plan.segment_pages.data_ptr(), plan.segment_ranks.data_ptr(), plan.num_rows, plan.num_segments),
+        *(plan.segment_pages.shape[1], num_projections, in_features, pool.b.shape[2]),
+        torch.get_num_threads(),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import native, reference
 
 
 def rms_norm(
@@ -25,4 +25,12 @@ def rms_norm(
         from kernels.gpu import norm as gpu
 
         return gpu.rms_norm(x, weight, eps, residual)
-    return reference.rms_norm(x, weight, eps, residual)
+    kernels = native.library(x.dtype)
+    if kernels is None:
+        return reference.rms_norm(x, weight, eps, residual)
+    out = torch.empty_like(x)
+    kernels.rms_norm(
+        *(out.data_ptr(), x.data_ptr(), None if residual is None else residual.data_ptr()),
+        *(weight.data_ptr(), x.shape[0], x.shape[1], eps, torch.get_num_threads()),
+    )
+    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import native, reference
 from kernels.plans import AttentionPlan
 
 
@@ -36,4 +36,18 @@ def paged_attention(
         from kernels.gpu import paged_attention as gpu
 
         return gpu.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
-    return reference.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
+    kernels = native.library(qkv.dtype)
+    if kernels is None:
+        return reference.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
+    tokens, (_, num_kv_heads, _, head_dim) = qkv.shape[0], k_cache.shape
+    num_seqs, max_blocks = plan.block_tables.shape
+    out = torch.empty(tokens, num_heads * head_dim, dtype=qkv.dtype)
+    status = kernels.paged_attention(
+        *(out.data_ptr(), qkv.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(plan.query_starts.data_ptr(), plan.context_lens.data_ptr(), plan.block_tables.data_ptr()),
+        *(tokens, qkv.stride(0), num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, scale),
+        torch.get_num_threads(),
+    )
+    if status != 0:
+        raise MemoryError("no memory for the attention kernel's scratch")
+    return out

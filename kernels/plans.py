@@ -44,6 +44,16 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraTiles:
+    """The work list that the GPU's LoRA kernels make of a ``LoraPlan``; see ``kernels.gpu.lora_tiles``."""
+
+    tiles: torch.Tensor
+    units: torch.Tensor
+    counts: torch.Tensor
+    tile_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlan:
     """Tokens grouped by adapter. The adapter is a property of the token, not of the sequence.
 
@@ -57,6 +67,7 @@ class LoraPlan:
         num_rows: R, on the host. 0: no kernel is launched.
         num_segments: N, on the host.
         max_segment_rows: the largest group, on the host.
+        tiles: on a GPU, filled by ``kernels.lora.prepare`` once a step, before the first layer.
     """
 
     rows: torch.Tensor
@@ -66,6 +77,7 @@ class LoraPlan:
     num_rows: int
     num_segments: int
     max_segment_rows: int
+    tiles: LoraTiles | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,159 @@
+/* Low-rank adapters of grouped rows: shrink v = scale * x . A^T, then expand y += v . B.
+ *
+ * Each adapter's pages are read once in a step, by whichever threads take their tiles; only live ranks are. The
+ * order of the sums of one row is fixed: by input column in shrink, by page and rank row in expand.
+ */
+#include <omp.h>
+
+#include "vector.h"
+
+enum {
+    RANK_PAGE = 16,
+    SHRINK_RANKS = 8, /* rank rows that are multiplied together in registers */
+    SHRINK_ROWS = 2,
+    ROW_TILE = 64,    /* rows of x that a unit of shrink takes: they stay in the second-level cache */
+    EXPAND_ROWS = 4,
+    EXPAND_VECTORS = 4,
+    COLUMN_TILE = EXPAND_VECTORS * 16,
+    PARALLEL_FROM = 1 << 15, /* multiplications */
+};
+
+typedef struct {
+    const element *x, *a, *b;
+    element *y;
+    float *shrunk; /* [rows of the plan, max_pages, projections, RANK_PAGE] */
+    const float *scales;
+    const int64_t *splits;
+    const int32_t *rows, *segment_starts, *segment_pages, *segment_ranks;
+    long num_segments, max_pages, num_projections, in, out;
+} Problem;
+
+ALWAYS_INLINE long live_ranks(const Problem *p, long segment, long page) {
+    long live = p->segment_ranks[segment] - page * RANK_PAGE;
+    if (p->segment_pages[segment * p->max_pages + page] < 0) return 0;
+    return least(live, RANK_PAGE);
+}
+
+ALWAYS_INLINE float scale_of(const Problem *p, long segment, long page, long projection) {
+    return p->scales[p->segment_pages[segment * p->max_pages + page] * p->num_projections + projection];
+}
+
+ALWAYS_INLINE float *shrunk_row(const Problem *p, long entry, long page, long projection) {
+    return p->shrunk + ((entry * p->max_pages + page) * p->num_projections + projection) * RANK_PAGE;
+}
+
+/* `rows` rows times up to SHRINK_RANKS rank rows; a row or rank beyond the last repeats it. */
+ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, const element *a, long ranks, f32x16 *acc) {
+    const element *rank[SHRINK_RANKS];
+    for (int k = 0; k < SHRINK_RANKS; k++) rank[k] = a + least(k, ranks - 1) * p->in;
+    for (int i = 0; i < rows * SHRINK_RANKS; i++) acc[i] = splat(0);
+    for (long d = 0; d < p->in; d += WORD_ELEMENTS) {
+        u32x16 words[SHRINK_ROWS];
+        for (int r = 0; r < rows; r++) words[r] = load_words(x[r] + d, p->in - d);
+#pragma GCC unroll 8
+        for (int k = 0; k < SHRINK_RANKS; k++) {
+            u32x16 weights = load_words(rank[k] + d, p->in - d);
+            for (int r = 0; r < rows; r++)
+                acc[r * SHRINK_RANKS + k] = multiply_add(acc[r * SHRINK_RANKS + k], weights, words[r]);
+        }
+    }
+}
+
+static void shrink_tile(const Problem *p, long segment, long page, long projection, long first_rank, long first, long last) {
+    float scale = scale_of(p, segment, page, projection);
+    long id = p->segment_pages[segment * p->max_pages + page];
+    long ranks = least(SHRINK_RANKS, live_ranks(p, segment, page) - first_rank);
+    const element *a = p->a + ((id * p->num_projections + projection) * RANK_PAGE + first_rank) * p->in;
+    for (long entry = first; entry < last; entry += SHRINK_ROWS) {
+        long rows = least(SHRINK_ROWS, last - entry);
+        const element *x[SHRINK_ROWS];
+        f32x16 acc[SHRINK_ROWS * SHRINK_RANKS];
+        for (long r = 0; r < rows; r++) x[r] = p->x + p->rows[entry + r] * p->in;
+        if (rows == SHRINK_ROWS)
+            dot_products(p, x, SHRINK_ROWS, a, ranks, acc);
+        else
+            dot_products(p, x, 1, a, ranks, acc);
+        for (long r = 0; r < rows; r++) {
+            float *out = shrunk_row(p, entry + r, page, projection) + first_rank;
+            for (long k = 0; k < ranks; k++) out[k] = sum_lanes(acc[r * SHRINK_RANKS + k]) * scale;
+        }
+    }
+}
+
+/* This thread's share of the tiles: they are dealt in turn. */
+static void shrink(const Problem *p, long thread, long threads) {
+    long turn = 0;
+    for (long n = 0; n < p->num_segments; n++)
+        for (long page = 0; page < p->max_pages; page++)
+            for (long m = 0; m < p->num_projections; m++)
+                for (long rank = 0; rank < live_ranks(p, n, page); rank += SHRINK_RANKS)
+                    for (long first = p->segment_starts[n]; first < p->segment_starts[n + 1]; first += ROW_TILE) {
+                        if (turn++ % threads != thread || scale_of(p, n, page, m) == 0) continue;
+                        shrink_tile(p, n, page, m, rank, first, least(first + ROW_TILE, p->segment_starts[n + 1]));
+                    }
+}
+
+/* y[rows of entries, columns from `column` on] += their shrunk rows times the segment's B. */
+ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, long column, long width, long entry, int rows) {
+    f32x16 acc[EXPAND_ROWS][EXPAND_VECTORS] = {0};
+    for (long page = 0; page < p->max_pages; page++) {
+        long live = live_ranks(p, segment, page);
+        if (live <= 0 || scale_of(p, segment, page, projection) == 0) continue;
+        long id = p->segment_pages[segment * p->max_pages + page];
+        const element *b = p->b + id * RANK_PAGE * p->out + column;
+        const float *v[EXPAND_ROWS];
+        for (int r = 0; r < rows; r++) v[r] = shrunk_row(p, entry + r, page, projection);
+        for (long k = 0; k < live; k++)
+#pragma GCC unroll 4
+            for (int c = 0; c < EXPAND_VECTORS; c++) {
+                f32x16 weights = load_part(b + k * p->out + c * 16, width - c * 16);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) acc[r][c] += v[r][k] * weights;
+            }
+    }
+    for (int r = 0; r < rows; r++) {
+        element *y = p->y + p->rows[entry + r] * p->out + column;
+        for (int c = 0; c < EXPAND_VECTORS; c++) {
+            f32x16 sum = load_part(y + c * 16, width - c * 16) + acc[r][c];
+            store_part(y + c * 16, sum, width - c * 16);
+        }
+    }
+}
+
+static void expand_tile(const Problem *p, long segment, long projection, long column, long width) {
+    long last = p->segment_starts[segment + 1];
+    for (long entry = p->segment_starts[segment]; entry < last; entry += EXPAND_ROWS) switch (last - entry) {
+            case 1: expand_rows(p, segment, projection, column, width, entry, 1); break;
+            case 2: expand_rows(p, segment, projection, column, width, entry, 2); break;
+            case 3: expand_rows(p, segment, projection, column, width, entry, 3); break;
+            default: expand_rows(p, segment, projection, column, width, entry, EXPAND_ROWS);
+        }
+}
+
+static void expand(const Problem *p, long thread, long threads) {
+    long turn = 0;
+    for (long n = 0; n < p->num_segments; n++)
+        for (long m = 0; m < p->num_projections; m++)
+            for (long column = p->splits[m]; column < p->splits[m + 1]; column += COLUMN_TILE)
+                if (turn++ % threads == thread)
+                    expand_tile(p, n, m, column, least(COLUMN_TILE, p->splits[m + 1] - column));
+}
+
+/* Shrink where x is given, expand where y is given. Shapes are as in LoraPlan and LoraPool. */
+void lora(const element *x, element *y, float *shrunk, const element *a, const element *b, const float *scales,
+          const int64_t *splits, const int32_t *rows, const int32_t *segment_starts, const int32_t *segment_pages,
+          const int32_t *segment_ranks, long num_rows, long num_segments, long max_pages, long num_projections,
+          long in, long out, int threads) {
+    Problem p = {.x = x, .a = a, .b = b, .y = y, .shrunk = shrunk, .scales = scales, .splits = splits,
+                 .rows = rows, .segment_starts = segment_starts, .segment_pages = segment_pages,
+                 .segment_ranks = segment_ranks, .num_segments = num_segments, .max_pages = max_pages,
+                 .num_projections = num_projections, .in = in, .out = out};
+    int parallel = threads > 1 && num_rows * max_pages * RANK_PAGE * (num_projections * in + out) >= PARALLEL_FROM;
+#pragma omp parallel num_threads(threads) if (parallel)
+    {
+        long thread = omp_get_thread_num(), team = omp_get_num_threads();
+        if (x) shrink(&p, thread, team);
+#pragma omp barrier
+        if (y) expand(&p, thread, team);
+    }
+}

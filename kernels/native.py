@@ -1,0 +1,140 @@
+"""The C kernels of ``kernels/cpu``: compiled at first use for this very machine, kept for the next start.
+
+They are built once for each element type, with the plain C compiler, and reached through ctypes. They run
+on torch's own OpenMP runtime: the objects are linked without one, and resolve to the one torch has loaded. A
+second runtime in the process would mean twice the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "cpu"
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-Wno-psabi"),
+)
+_ELEMENTS = {torch.float32: "0", torch.bfloat16: "1"}
+
+_P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "rms_norm": [_P] * 4 + [_L] * 2 + [_F, _I],
+    "silu_mul": [_P] * 2 + [_L] * 2 + [_I],
+    "rope_write_kv": [_P] * 6 + [_L] * 4 + [_I],
+    "paged_attention": [_P] * 7 + [_L] * 7 + [_F, _I],
+    "lora": [_P] * 11 + [_L] * 6 + [_I],
+    "sample": [_P] * 7 + [_L] * 2 + [_P] * 8 + [_L] * 2 + [_P] * 5 + [_I],
+}
+_RETURN_STATUS = ("paged_attention", "sample")
+
+
+@functools.cache
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernels for tensors of ``dtype``; None where the torch reference must serve instead.
+
+    The first call of a process may compile, which takes a few seconds: make it while starting. float32 and
+    bfloat16 have kernels. Without a working C compiler one warning is logged.
+    """
+    if dtype not in _ELEMENTS:
+        return None
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        _warn_once("there is no C compiler (install gcc)")
+        return None
+    try:
+        return _open_or_build(compiler, dtype, default_cache_folder())
+    except subprocess.CalledProcessError as error:
+        _warn_once(f"{compiler} failed: {error.stderr.decode(errors='replace').strip()[-500:]}")
+    except OSError as error:
+        _warn_once(str(error))
+    return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("CPU kernels run on the torch reference, many times slower: %s", reason)
+
+
+def default_cache_folder() -> Path:
+    """Where built libraries are kept: ``$XDG_CACHE_HOME/loraplex``, by default ``~/.cache/loraplex``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "loraplex"
+
+
+def _open_or_build(compiler: str, dtype: torch.dtype, cache: Path) -> ctypes.CDLL:
+    name = f"cpu-{str(dtype).removeprefix('torch.')}-{_fingerprint(compiler)}.so"
+    target = cache / name
+    if not target.exists():
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _build(compiler, dtype, target)
+        except PermissionError:
+            # A read-only home: build for this process alone. The mapping outlives the file.
+            with tempfile.TemporaryDirectory(prefix="loraplex-kernels-") as folder:
+                _build(compiler, dtype, Path(folder) / name)
+                return _open(Path(folder) / name)
+    return _open(target)
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with whatever the machine code depends on: sources, flags, compiler and processor."""
+    digest = hashlib.sha256(repr((_FLAGS, os.path.realpath(compiler), platform.machine())).encode())
+    for path in sorted(_SOURCES.glob("*.[ch]")):
+        digest.update(path.name.encode() + path.read_bytes())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    digest.update(repr(sorted({line for line in lines if line.startswith(("model name", "flags"))})).encode())
+    return digest.hexdigest()[:16]
+
+
+def _build(compiler: str, dtype: torch.dtype, target: Path) -> None:
+    """Compile into ``target``. It appears whole or not at all, so processes may do this at the same time."""
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+        element = f"-DELEMENT_BFLOAT16={_ELEMENTS[dtype]}"
+        objects = []
+        for source in sorted(_SOURCES.glob("*.c")):
+            objects.append(str(Path(folder) / f"{source.stem}.o"))
+            _run([compiler, *_FLAGS, element, "-c", str(source), "-o", objects[-1]])
+        # No -fopenmp here: see the module's docstring.
+        built = Path(folder) / target.name
+        _run([compiler, "-shared", *objects, "-lm", "-o", str(built)])
+        built.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    kernels = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(kernels, name)
+        function.argtypes = arguments
+        function.restype = _I if name in _RETURN_STATUS else None
+    return kernels
+
+
+def _openmp_runtime() -> str:
+    """The file of the OpenMP runtime that torch has loaded; else the system's."""
+    try:
+        mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:
+        mapped = set()
+    loaded = sorted(path for path in mapped if Path(path).name.startswith("libgomp"))
+    return loaded[0] if loaded else "libgomp.so.1"
