@@ -1,0 +1,209 @@
+"""The engine's loop: one thread that steps as long as there is something to do, and never waits for others.
+
+Everything that it shares with other threads goes through two doors: messages come in by a queue that is
+emptied between steps, and news goes out by `deliver`, once per step. The scheduler, the pools and the
+runner belong to this thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from engine.outputs import LinkOutput
+from engine.scheduler import Scheduler
+from engine.scheduler.adapter_gate import AdapterGate, AdapterStatus
+from engine.sequence import Request
+from engine.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail one after another; then the device is taken for broken, and the process ends."""
+
+Deliver = Callable[[Mapping[Hashable, LinkOutput]], None]
+
+
+class StepRunner(Protocol):
+    """What the loop needs of `engine.runner.Runner`."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatus:
+    """A look at the loop between two steps."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    adapters: tuple[AdapterStatus, ...]
+
+
+class EngineLoop:
+    """Runs the steps in a thread of its own.
+
+    Args:
+        deliver: called on the loop's thread with the news of one step by link; must not block.
+        on_fatal: called on the loop's thread when it cannot go on; the process should end.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        gate: AdapterGate,
+        *,
+        deliver: Deliver,
+        on_fatal: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._gate = gate
+        self._deliver = deliver
+        self._on_fatal = on_fatal
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._news = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    # ---- for any thread ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step under way. What still runs is dropped without a word."""
+        self._stopping = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Makes the loop look around, if it is idle."""
+        self._news.set()
+
+    def submit(self, request: Request) -> None:
+        """Hands in a validated request; everything further comes by `deliver`."""
+        self._post(partial(self._accept, request))
+
+    def abort(self, link: Hashable, request_id: int, choice: int | None = None) -> None:
+        """Ends a request, or one choice of it, before the next step."""
+        self._post(partial(self._scheduler.abort, link, request_id, choice))
+
+    def close_link(self, link: Hashable) -> None:
+        """Ends all requests of a link before the next step."""
+        self._post(partial(self._scheduler.abort_link, link))
+
+    def drain(self) -> None:
+        """Refuses whatever is submitted from now on."""
+        self._post(partial(setattr, self, "_draining", True))
+
+    def status(self) -> Future[LoopStatus]:
+        """The loop's state before the next step."""
+        return self._ask(self._look)
+
+    def prefetch(self, digest: bytes) -> Future[str]:
+        """Brings an adapter to the device. The result is "", or the reason why it cannot be."""
+        future: Future[str] = Future()
+        self._post(partial(self._gate.prefetch, digest, partial(_settle, future)))
+        return future
+
+    def unload(self, digest: bytes) -> None:
+        """Forgets an adapter as soon as no sequence uses it."""
+        self._post(partial(self._gate.unload, digest))
+
+    # ---- on the loop's thread ----------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One turn: take in what has come, plan, run, take in the results, tell. False: there was no work."""
+        self._take_messages()
+        plan = self._scheduler.schedule()
+        if plan.rows:
+            self._execute(plan)
+        outputs = self._scheduler.take_outputs()
+        if outputs:
+            self._deliver(outputs)
+        return bool(plan.rows)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._wait()
+        except Exception:
+            logger.exception("the engine's loop cannot go on")
+            self._on_fatal()
+
+    def _execute(self, plan: StepPlan) -> None:
+        """Runs a plan. A step that raises ends its own sequences; too many in a row end the process."""
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            self._failed_steps += 1
+            logger.exception("a step of %d sequences failed; their requests end", len(plan.rows))
+            self._scheduler.fail(plan, f"the step that computed this failed: {type(error).__name__}")
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self._deliver(self._scheduler.take_outputs())
+                raise
+        else:
+            self._failed_steps = 0
+            self._scheduler.update(plan, result)
+
+    def _wait(self) -> None:
+        """Sleeps until there is news, or a deadline passes."""
+        deadline = self._scheduler.next_deadline
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._scheduler.num_waiting and not self._scheduler.is_loading:
+            timeout = 0.0  # a preemption has just made room: the next turn admits
+        self._news.wait(timeout)
+        self._news.clear()
+
+    def _take_messages(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _accept(self, request: Request) -> None:
+        if self._draining:
+            self._scheduler.refuse(request, "this engine takes no new requests, since it is about to stop")
+        else:
+            self._scheduler.add(request)
+
+    def _look(self) -> LoopStatus:
+        scheduler = self._scheduler
+        return LoopStatus(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=scheduler.num_free_blocks,
+            adapters=tuple(self._gate.statuses()),
+        )
+
+    def _ask(self, question: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(question())
+
+        self._post(answer)
+        return future
+
+    def _post(self, message: Callable[[], None]) -> None:
+        self._inbox.append(message)
+        self._news.set()
+
+
+def _settle(future: Future[str], fault: str) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(fault)

@@ -1,0 +1,80 @@
+"""What a step has to tell each link, in columns, as the wire has it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from engine.sequence import FinishReason, Request, Sequence
+from engine.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    request_id: int
+    cached_tokens: int
+    queue_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    request_id: int
+    choice: int
+    reason: FinishReason
+    error: str = ""
+
+
+@dataclass(slots=True)
+class LinkOutput:
+    """News for one link. The first four lists have one entry for each new token, in order."""
+
+    request_ids: list[int] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+    def merge(self, later: LinkOutput) -> None:
+        """Appends the news of a later step; the receiver may not notice that they were two."""
+        self.request_ids += later.request_ids
+        self.choices += later.choices
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.started += later.started
+        self.finished += later.finished
+
+
+class Outputs:
+    """Collects the news of one step by link."""
+
+    def __init__(self) -> None:
+        self._by_link: dict[Hashable, LinkOutput] = {}
+
+    def token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        out = self._of(seq.request.link)
+        out.request_ids.append(seq.request.request_id)
+        out.choices.append(seq.choice)
+        out.tokens.append(token)
+        out.logprobs.append(logprobs)
+
+    def started(self, request: Request, *, cached_tokens: int, queue_us: int) -> None:
+        self._of(request.link).started.append(Started(request.request_id, cached_tokens, queue_us))
+
+    def finished(self, request: Request, choice: int, reason: FinishReason, error: str = "") -> None:
+        self._of(request.link).finished.append(Finished(request.request_id, choice, reason, error))
+
+    def drop(self, link: Hashable) -> None:
+        """Forgets what a link that has ended would have been told."""
+        self._by_link.pop(link, None)
+
+    def take(self) -> dict[Hashable, LinkOutput]:
+        """The news so far, by link; the collection starts again, empty."""
+        taken, self._by_link = self._by_link, {}
+        return taken
+
+    def _of(self, link: Hashable) -> LinkOutput:
+        out = self._by_link.get(link)
+        if out is None:
+            out = self._by_link[link] = LinkOutput()
+        return out

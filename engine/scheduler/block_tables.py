@@ -1,0 +1,101 @@
+"""Block tables: how sequences come by their blocks, share them, and let them go."""
+
+from __future__ import annotations
+
+from engine.block_pool import BLOCK_SIZE, BlockPool, block_hashes
+from engine.sequence import Sequence
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+class BlockTables:
+    """The only code that changes a sequence's block table.
+
+    A running sequence's table, with ``c`` tokens computed of ``t`` known::
+
+        |  hit  |  hit  | own, full | own, partial | own, empty |
+        0                         c ^              t            ^ blocks_for(t) * 16
+          └─ published: shared, never written ─┘└─ written by this sequence alone ─┘
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._headroom = pool.num_blocks // 100
+
+    def admit(self, seq: Sequence, *, num_running: int) -> bool:
+        """Gives a sequence all blocks for the tokens it has, as many as possible from the prefix map.
+
+        At least one token is left to compute, whatever the prefix map has: its logits are needed. One
+        block in a hundred, but no more than there are running sequences, stays free for their growth.
+        Returns False, and changes nothing, when blocks are short.
+        """
+        pool = self._pool
+        usable = (len(seq.tokens) - 1) // BLOCK_SIZE
+        hits = pool.lookup(seq.block_hashes[:usable])
+        missing = blocks_for(len(seq.tokens)) - len(hits)
+        headroom = min(self._headroom, num_running)
+        if missing + headroom > pool.num_idle - pool.count_idle(hits):
+            return False
+        pool.acquire(hits)
+        own = pool.allocate(missing)
+        assert own is not None
+        seq.block_ids = hits + own
+        seq.num_computed = len(hits) * BLOCK_SIZE
+        seq.num_published = len(hits)
+        return True
+
+    def prepare_write(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """Makes sure that the next token of a decoding sequence has a place that is its own.
+
+        Adds a block at a block's border. A block that others share, or could find, is replaced by a
+        copy, noted as (source, target) in ``copies``. Returns False, and changes nothing, when there is
+        no block to be had.
+        """
+        index = seq.num_computed // BLOCK_SIZE
+        if index < len(seq.block_ids) and self._pool.is_writable(seq.block_ids[index]):
+            return True
+        new = self._pool.allocate(1)
+        if new is None:
+            return False
+        if index == len(seq.block_ids):
+            seq.block_ids.append(new[0])
+            return True
+        shared = seq.block_ids[index]
+        copies.append((shared, new[0]))
+        seq.block_ids = [*seq.block_ids[:index], new[0], *seq.block_ids[index + 1 :]]
+        self._pool.release([shared])
+        return True
+
+    def fork(self, leader: Sequence, sibling: Sequence) -> None:
+        """Starts a sibling from the leader's prompt, all of which is computed: it shares every block.
+
+        The prompt's last token is left for it to compute again, since its logits are needed.
+        """
+        sibling.block_ids = list(leader.block_ids)
+        self._pool.acquire(sibling.block_ids)
+        sibling.num_computed = len(sibling.tokens) - 1
+        sibling.num_published = sibling.num_computed // BLOCK_SIZE
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the blocks that are completely written findable. Call it when their step has run."""
+        full = seq.num_computed // BLOCK_SIZE
+        while seq.num_published < full:
+            index = seq.num_published
+            if index == len(seq.block_hashes):
+                parent = seq.block_hashes[-1] if seq.block_hashes else seq.request.block_root
+                tokens = seq.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+                seq.block_hashes += block_hashes(parent, tokens)
+            self._pool.publish(seq.block_ids[index], seq.block_hashes[index])
+            seq.num_published += 1
+
+    def release(self, seq: Sequence, *, spoiled: bool = False) -> None:
+        """Takes the table away. ``spoiled``: what the blocks contain is not to be found by anyone."""
+        if spoiled:
+            self._pool.forget(seq.block_ids)
+        self._pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed = 0
+        seq.num_published = 0

@@ -1,0 +1,89 @@
+"""Virtual token counters: who is served next, so that no tenant's flood delays another.
+
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
+the service it got, weighted: a token of input costs 1, one of output 2, both divided by the tenant's
+weight. The tenant with the least is served first. A tenant that comes back is lifted to the least of those
+who wait, so that it cannot save up service while idle. Two tenants that both wait all along differ in
+service by at most ``2 * max(w_in * L_in, w_out * M)``: ``L_in`` the longest input, ``M`` the tokens that
+the KV pool holds.
+
+Input is charged as it is computed, chunk by chunk. What the prefix cache served is free, and so is what is
+computed again after a preemption, which was not the tenant's doing.
+"""
+
+from __future__ import annotations
+
+INPUT_COST = 1.0
+OUTPUT_COST = 2.0
+
+
+class Account:
+    """One tenant's counter. ``num_waiting`` is kept by `VirtualTokenCounters`."""
+
+    __slots__ = ("num_waiting", "served", "tenant", "weight")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.weight = 1.0
+        self.served = 0.0
+        self.num_waiting = 0
+
+
+class VirtualTokenCounters:
+    """The counters of all tenants that have, or had, something here."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._last_departed = 0.0
+        self._sweep_at = 1024
+
+    def account(self, tenant: str) -> Account:
+        """The tenant's account; a new one starts at 0, and is lifted by its first `arrive`."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(tenant)
+        return account
+
+    def waiting(self) -> list[Account]:
+        """Accounts with something waiting, in no particular order."""
+        return [account for account in self._accounts.values() if account.num_waiting]
+
+    def arrive(self, tenant: str, weight: float) -> None:
+        """One more sequence of the tenant waits; the latest weight counts."""
+        self._sweep()
+        account = self.account(tenant)
+        account.weight = weight
+        if account.num_waiting == 0:
+            account.served = max(account.served, self._floor())
+        account.num_waiting += 1
+
+    def depart(self, tenant: str) -> None:
+        """One sequence of the tenant waits no more."""
+        account = self._accounts[tenant]
+        account.num_waiting -= 1
+        if account.num_waiting == 0:
+            self._last_departed = account.served
+
+    def charge_input(self, tenant: str, tokens: int) -> None:
+        account = self.account(tenant)
+        account.served += INPUT_COST * tokens / account.weight
+
+    def charge_output(self, tenant: str, tokens: int = 1) -> None:
+        account = self.account(tenant)
+        account.served += OUTPUT_COST * tokens / account.weight
+
+    def _floor(self) -> float:
+        waiting = self.waiting()
+        return min(account.served for account in waiting) if waiting else self._last_departed
+
+    def _sweep(self) -> None:
+        """Forgets idle tenants whom the lift would put where they are anyway. Amortised over arrivals."""
+        if len(self._accounts) < self._sweep_at:
+            return
+        floor = self._floor()
+        self._accounts = {
+            tenant: account
+            for tenant, account in self._accounts.items()
+            if account.num_waiting or account.served > floor
+        }
+        self._sweep_at = max(1024, 2 * len(self._accounts))

@@ -1,0 +1,91 @@
+"""Who is here: every sequence that has not ended, by id, by request and by deadline."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from engine.sequence import Request, Sequence
+
+Key = tuple[Hashable, int]
+"""A link and a request id."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: Request
+    sequences: list[Sequence]
+    started: bool = False
+
+
+class Roster:
+    """The sequences of all requests that have not ended. Holds no resources; the scheduler does."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Sequence] = {}
+        self._entries: dict[Key, _Entry] = {}
+        self._deadlines: list[tuple[float, int, Key]] = []
+        self._next_seq_id = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, seq_id: int) -> Sequence:
+        return self._by_id[seq_id]
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    @property
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def enlist(self, request: Request) -> list[Sequence]:
+        """Makes the sequences of a request, one for each choice, with ids never used before."""
+        assert request.key not in self._entries, "a request id is used twice"
+        sequences: list[Sequence] = []
+        for choice in range(len(request.sampling)):
+            seq = Sequence(request, choice, self._next_seq_id)
+            self._next_seq_id += 1
+            self._by_id[seq.seq_id] = seq
+            sequences.append(seq)
+        self._entries[request.key] = _Entry(request, list(sequences))
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, request.key))
+        return sequences
+
+    def strike(self, seq: Sequence) -> None:
+        """Takes out a sequence that has ended; its request is gone with its last one."""
+        del self._by_id[seq.seq_id]
+        entry = self._entries[seq.request.key]
+        entry.sequences.remove(seq)
+        if not entry.sequences:
+            del self._entries[seq.request.key]
+
+    def mark_started(self, request: Request) -> bool:
+        """Returns whether this is the first time for the request."""
+        entry = self._entries[request.key]
+        first, entry.started = not entry.started, True
+        return first
+
+    def of_request(self, link: Hashable, request_id: int) -> list[Sequence]:
+        """The sequences of a request that have not ended; none if it is not known."""
+        entry = self._entries.get((link, request_id))
+        return list(entry.sequences) if entry else []
+
+    def of_link(self, link: Hashable) -> list[Sequence]:
+        return [seq for key, entry in self._entries.items() if key[0] == link for seq in entry.sequences]
+
+    def take_overdue(self, now: float) -> list[Sequence]:
+        """The sequences whose deadline has passed; their requests are not reported again."""
+        overdue: list[Sequence] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, _, key = heapq.heappop(self._deadlines)
+            entry = self._entries.get(key)
+            if entry is not None and entry.request.deadline == deadline:
+                overdue += entry.sequences
+        return overdue

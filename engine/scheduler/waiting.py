@@ -1,0 +1,94 @@
+"""The sequences that wait to be admitted, and the order in which they may be."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+
+from engine.scheduler.fairness import Account, VirtualTokenCounters
+from engine.sequence import Sequence, Status
+
+
+def _order(seq: Sequence) -> tuple[int, int, int]:
+    return seq.order
+
+
+class WaitingQueue:
+    """Waiting sequences in lanes: one for each tenant and adapter, each in the tenant's own order.
+
+    Lanes let a sequence whose adapter is not here step aside together with those behind it that want the
+    same one, while the tenant's others are looked at. A tenant's order is: preempted, then priority, then
+    arrival.
+    """
+
+    def __init__(self, counters: VirtualTokenCounters) -> None:
+        self._counters = counters
+        self._lanes: dict[str, dict[bytes, list[Sequence]]] = {}
+        self._by_adapter: Counter[bytes] = Counter()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All of them, in no particular order."""
+        return (seq for lanes in self._lanes.values() for lane in lanes.values() for seq in lane)
+
+    def count(self, adapter_digest: bytes) -> int:
+        """How many wait for this adapter."""
+        return self._by_adapter[adapter_digest]
+
+    def push(self, seq: Sequence) -> None:
+        """Adds a sequence, and lifts its tenant's counter if nothing of it was waiting."""
+        request = seq.request
+        self._counters.arrive(request.tenant, request.weight)
+        lanes = self._lanes.setdefault(request.tenant, {})
+        insort(lanes.setdefault(request.adapter_digest, []), seq, key=_order)
+        self._by_adapter[request.adapter_digest] += 1
+        self._length += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, wherever it stands."""
+        request = seq.request
+        lanes = self._lanes[request.tenant]
+        lane = lanes[request.adapter_digest]
+        index = bisect_left(lane, seq.order, key=_order)
+        assert lane[index] is seq
+        del lane[index]
+        if not lane:
+            del lanes[request.adapter_digest]
+            if not lanes:
+                del self._lanes[request.tenant]
+        self._by_adapter[request.adapter_digest] -= 1
+        if not self._by_adapter[request.adapter_digest]:
+            del self._by_adapter[request.adapter_digest]
+        self._length -= 1
+        self._counters.depart(request.tenant)
+
+    def fair_order(self) -> Iterator[Sequence]:
+        """Proposes sequences one by one: the next of the tenant that was served least so far.
+
+        The caller either takes a proposal (`remove`, a new status, and a charge, before it asks for the
+        next) or leaves it, and then its lane is left out for the rest of this iteration.
+        """
+        heap: list[tuple[float, int, Account]] = [
+            (account.served, number, account) for number, account in enumerate(self._counters.waiting())
+        ]
+        heapq.heapify(heap)
+        asides: dict[str, set[bytes]] = {}
+        while heap:
+            _, number, account = heapq.heappop(heap)
+            aside = asides.setdefault(account.tenant, set())
+            while (head := self._first(account.tenant, aside)) is not None:
+                yield head
+                if head.status is not Status.WAITING:
+                    heapq.heappush(heap, (account.served, number, account))
+                    break
+                aside.add(head.request.adapter_digest)
+
+    def _first(self, tenant: str, aside: set[bytes]) -> Sequence | None:
+        lanes = self._lanes.get(tenant, {})
+        heads = (lane[0] for digest, lane in lanes.items() if digest not in aside)
+        return min(heads, key=_order, default=None)

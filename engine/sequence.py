@@ -1,0 +1,163 @@
+"""Requests, and the sequences that they are made of."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from engine.block_pool import block_hashes
+from engine.step import SamplingParams, StepAdapter
+
+logger = logging.getLogger(__name__)
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended; the numbers are the wire's."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORTED = 3
+    DEADLINE = 4
+    ERROR = 5
+    REFUSED = 6
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life::
+
+        WAITING ──admit──▶ RUNNING ──▶ FINISHED        any state may go to FINISHED
+           ▲                 │  ▲
+           └────preempt──────┘  └──fork── ATTACHED
+
+    An attached sequence is a further choice of a request whose first choice is computing their prompt.
+    """
+
+    WAITING = "waiting"
+    ATTACHED = "attached"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client asked for: one prompt, and one sequence for each choice. Immutable after submission.
+
+    Attributes:
+        link: whom the outputs go to; together with ``request_id`` it names the request.
+        output: tokens that were already generated elsewhere; decoding goes on after them.
+        adapter_digest: empty for the base model.
+        block_root: parent of the first block's hash (`engine.block_pool.root_hash`).
+        sampling: for each choice, with its own seed.
+        max_len: most tokens in a sequence, prompt included.
+        stop_token_ids: tokens that end a sequence, the model's own end tokens among them if they count.
+        arrival, deadline: seconds on the scheduler's clock.
+    """
+
+    link: Hashable
+    request_id: int
+    prompt: Seq[int]
+    sampling: tuple[SamplingParams, ...]
+    max_len: int
+    block_root: bytes
+    output: Seq[int] = ()
+    adapter_digest: bytes = b""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    arrival: float = 0.0
+    deadline: float | None = None
+    prompt_hashes: list[bytes] = field(init=False)
+    banned_before_min: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = [*self.prompt, *self.output]
+        self.prompt_hashes = block_hashes(self.block_root, known)
+        self.banned_before_min = tuple(sorted(self.stop_token_ids))
+
+    @property
+    def key(self) -> tuple[Hashable, int]:
+        return self.link, self.request_id
+
+
+class Sequence:
+    """One stream of tokens. All fields are written by the scheduler alone, on the loop's thread.
+
+    Attributes:
+        tokens: prompt and output; grows only.
+        block_ids: the block table; empty unless running. Replaced, never cleared, when it is given back, so
+            that a plan that holds it stays as it was.
+        block_hashes: of the full blocks of ``tokens`` that are known so far.
+        num_computed: tokens whose KV is written once the step scheduled last has run.
+        num_published: blocks of the table that the prefix map knows, or could.
+        num_given: tokens that came with the request.
+        num_charged: of these, how many the tenant has paid for, or got from the cache.
+        siblings: attached sequences that start from this one's prompt.
+        order: place among the waiting of a tenant; lower is sooner.
+    """
+
+    __slots__ = (
+        "adapter",
+        "block_hashes",
+        "block_ids",
+        "choice",
+        "num_charged",
+        "num_computed",
+        "num_given",
+        "num_prompt",
+        "num_published",
+        "order",
+        "params",
+        "request",
+        "seq_id",
+        "siblings",
+        "status",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, choice: int, seq_id: int) -> None:
+        self.request = request
+        self.choice = choice
+        self.seq_id = seq_id
+        self.params = request.sampling[choice]
+        self.tokens: list[int] = [*request.prompt, *request.output]
+        self.num_prompt = len(request.prompt)
+        self.num_given = len(self.tokens)
+        self.block_ids: list[int] = []
+        self.block_hashes = list(request.prompt_hashes)
+        self.num_computed = 0
+        self.num_published = 0
+        self.num_charged = 0
+        self.adapter: StepAdapter | None = None
+        self.siblings: list[Sequence] = []
+        self.order = (1, request.priority, seq_id)
+        self.status = Status.WAITING
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_missing(self) -> int:
+        """Known tokens that are not computed yet; 1 in decode."""
+        return len(self.tokens) - self.num_computed
+
+    def set_status(self, status: Status, why: str = "") -> None:
+        """The only place where a life moves on."""
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s choice %d: %s -> %s %s",
+                self.request.request_id,
+                self.choice,
+                self.status.value,
+                status.value,
+                why,
+            )
+        self.status = status
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} tokens)"

@@ -1,0 +1,184 @@
+"""What the engine answers over gRPC: `protos/engine.proto`.
+
+All of it runs on the server's event loop. What goes to the engine's loop and back crosses `EngineLoop`'s
+queue and one callback per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+
+import grpc
+from grpc.aio import ServicerContext
+
+from engine.link import Link
+from engine.loop import EngineLoop, LoopStatus
+from engine.outputs import Finished, LinkOutput
+from engine.scheduler.adapter_gate import AdapterStatus, Residency
+from engine.sequence import FinishReason
+from engine.submission import DIGEST_BYTES, InvalidSubmit, parse_submit
+from protos import engine_pb2 as pb
+from protos import engine_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+FILE_CHUNK_BYTES = 1 << 20
+DRAIN_POLL_SECONDS = 0.02
+
+
+class EngineService(pb_grpc.EngineServicer):
+    """Answers the calls of gateways.
+
+    Args:
+        model: what `GetModelInfo` says, and what submissions are checked against.
+        tokenizer_files: what `GetTokenizer` sends, by name.
+        on_disk: whether the store has an adapter that is in no memory; called in a thread.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        model: pb.ModelInfo,
+        tokenizer_files: Mapping[str, bytes],
+        on_disk: Callable[[bytes], bool],
+    ) -> None:
+        self._loop = loop
+        self._model = model
+        self._tokenizer_files = tokenizer_files
+        self._on_disk = on_disk
+        self._links: set[Link] = set()
+        self.is_draining = False
+
+    def take_news(self, news: Mapping[Hashable, LinkOutput]) -> None:
+        """Hands the news of a step to the links; on the event loop. News for links that are gone is lost."""
+        for link, output in news.items():
+            if link in self._links and isinstance(link, Link):
+                link.put(output)
+
+    async def Link(
+        self, request_iterator: AsyncIterator[pb.LinkRequest], context: ServicerContext
+    ) -> AsyncIterator[pb.LinkResponse]:
+        link = Link()
+        self._links.add(link)
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        logger.info("a link from %s", context.peer())
+        try:
+            while messages := await link.messages():
+                for message in messages:
+                    yield message
+            if link.fault:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, link.fault)
+        finally:
+            reader.cancel()
+            self._links.discard(link)
+            self._loop.close_link(link)
+            logger.info("the link from %s has ended", context.peer())
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.ModelInfo:
+        return self._model
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.FileChunk]:
+        for name, data in self._tokenizer_files.items():
+            for start in range(0, max(1, len(data)), FILE_CHUNK_BYTES):
+                yield pb.FileChunk(name=name, data=data[start : start + FILE_CHUNK_BYTES])
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: ServicerContext) -> pb.AdapterState:
+        await self._check_digest(request.digest, context)
+        if not await asyncio.to_thread(self._on_disk, request.digest):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the store has no adapter with this digest")
+        fault = await asyncio.wrap_future(self._loop.prefetch(request.digest))
+        if fault:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, fault)
+        return await self._adapter_state(request.digest)
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: ServicerContext
+    ) -> pb.AdapterState:
+        await self._check_digest(request.digest, context)
+        self._loop.unload(request.digest)
+        return await self._adapter_state(request.digest)
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: ServicerContext
+    ) -> pb.ListAdaptersResponse:
+        status = await self.status()
+        return pb.ListAdaptersResponse(adapters=[_to_state(adapter) for adapter in status.adapters])
+
+    async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
+        return pb.DrainResponse(remaining=await self.drain(request.timeout_ms / 1000))
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests, waits for the last to end, and returns how many had not at the deadline."""
+        self.is_draining = True
+        self._loop.drain()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = await self.status()
+            remaining = status.running + status.waiting
+            if not remaining or time.monotonic() >= deadline:
+                return remaining
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    async def status(self) -> LoopStatus:
+        """A look at the engine's loop between two steps."""
+        return await asyncio.wrap_future(self._loop.status())
+
+    async def _read(self, link: Link, requests: AsyncIterator[pb.LinkRequest]) -> None:
+        """Takes in a link's messages until it ends or breaks the rules."""
+        fault: str | None = None
+        try:
+            async for message in requests:
+                if message.HasField("submit"):
+                    fault = self._submit(link, message.submit)
+                elif message.HasField("abort"):
+                    abort = message.abort
+                    choice = abort.choice if abort.HasField("choice") else None
+                    self._loop.abort(link, abort.request_id, choice)
+                if fault:
+                    break
+        finally:
+            link.end(fault)
+
+    def _submit(self, link: Link, message: pb.Submit) -> str | None:
+        """Starts a request. Returns what is wrong with the link itself, if it reuses an id."""
+        if not link.open(message.request_id, max(1, len(message.seeds))):
+            return f"request_id {message.request_id} is in use on this link"
+        try:
+            self._loop.submit(parse_submit(message, link, self._model))
+        except InvalidSubmit as error:
+            news = LinkOutput()
+            news.finished += [
+                Finished(message.request_id, choice, FinishReason.ERROR, str(error))
+                for choice in range(max(1, len(message.seeds)))
+            ]
+            link.put(news)
+        return None
+
+    async def _adapter_state(self, digest: bytes) -> pb.AdapterState:
+        for adapter in (await self.status()).adapters:
+            if adapter.digest == digest:
+                return _to_state(adapter)
+        on_disk = await asyncio.to_thread(self._on_disk, digest)
+        residency = Residency.DISK if on_disk else Residency.NONE
+        return _to_state(AdapterStatus(digest, residency, 0, 0, 0))
+
+    async def _check_digest(self, digest: bytes, context: ServicerContext) -> None:
+        if len(digest) != DIGEST_BYTES:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}"
+            )
+
+
+def _to_state(adapter: AdapterStatus) -> pb.AdapterState:
+    return pb.AdapterState(
+        digest=adapter.digest,
+        residency=f"RESIDENCY_{adapter.residency.name}",
+        rank=adapter.rank,
+        pages=adapter.num_pages,
+        references=adapter.references,
+    )

@@ -1,0 +1,140 @@
+"""From a client's message to a request that the engine can run, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+
+from engine.block_pool import root_hash
+from engine.sequence import Request
+from engine.step import SamplingParams
+from protos import engine_pb2 as pb
+
+DIGEST_BYTES = 32
+MAX_LOGPROBS = 20
+MAX_SCOPE_BYTES = 256
+
+
+class InvalidSubmit(ValueError):
+    """A request that no engine with this model could run. The message is for the person who sent it."""
+
+
+def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Request:
+    """Checks a submission against the model's bounds, and makes the request of it.
+
+    The prompt's blocks are hashed here, so that the loop does not have to.
+
+    Raises:
+        InvalidSubmit: names the field that is out of range, and the range.
+    """
+    prompt, output = list(message.prompt_tokens), list(message.output_tokens)
+    _check_tokens(message, prompt, output, model)
+    _check_service(message, model)
+    room = model.max_model_len - len(prompt)
+    limit = min(message.max_tokens or room, room)
+    stop = set(message.stop_token_ids)
+    if not message.ignore_eos:
+        stop.update(model.eos_token_ids)
+    now = time.monotonic()
+    return Request(
+        link=link,
+        request_id=message.request_id,
+        prompt=prompt,
+        output=output,
+        sampling=_sampling(message, model),
+        max_len=len(prompt) + limit,
+        min_tokens=message.min_tokens,
+        stop_token_ids=frozenset(stop),
+        adapter_digest=message.adapter_digest,
+        block_root=root_hash(model.digest, model.dtype, message.adapter_digest, message.cache_scope),
+        tenant=message.tenant,
+        weight=message.weight or 1.0,
+        priority=message.priority,
+        arrival=now,
+        deadline=now + message.deadline_ms / 1000 if message.deadline_ms else None,
+    )
+
+
+def _check_tokens(
+    message: pb.Submit, prompt: Sequence[int], output: Sequence[int], model: pb.ModelInfo
+) -> None:
+    _require(bool(prompt), "the prompt has no tokens")
+    _require(
+        len(prompt) < model.max_model_len,
+        f"the prompt has {len(prompt)} tokens, and the model's length is {model.max_model_len}, of which the "
+        "answer needs at least one; shorten the prompt",
+    )
+    known = len(prompt) + len(output)
+    _require(known <= model.max_model_len, f"{known} tokens exceed the model's length {model.max_model_len}")
+    _require(not output or len(message.seeds) == 1, "only a request with one choice can be continued")
+    for name, tokens in (
+        ("prompt_tokens", prompt),
+        ("output_tokens", output),
+        ("stop_token_ids", message.stop_token_ids),
+        ("bias_tokens", message.sampling.bias_tokens),
+    ):
+        _require(
+            max(tokens, default=0) < model.vocab_size,
+            f"{name} has a token beyond the model's vocabulary of {model.vocab_size}",
+        )
+    _require(
+        not message.max_tokens or message.min_tokens <= message.max_tokens,
+        f"min_tokens ({message.min_tokens}) is more than max_tokens ({message.max_tokens})",
+    )
+
+
+def _check_service(message: pb.Submit, model: pb.ModelInfo) -> None:
+    count = len(message.seeds)
+    _require(
+        0 < count <= model.max_num_seqs, f"{count} choices: this engine takes 1 to {model.max_num_seqs}"
+    )
+    size = len(message.adapter_digest)
+    _require(size in (0, DIGEST_BYTES), f"adapter_digest has {size} bytes instead of {DIGEST_BYTES}")
+    _require(
+        not size or model.num_rank_pages > 0,
+        "this engine has no memory for adapters; start it with a larger --lora-memory-bytes",
+    )
+    _require(len(message.cache_scope) <= MAX_SCOPE_BYTES, f"cache_scope is over {MAX_SCOPE_BYTES} bytes")
+    _require(
+        message.weight == 0 or 1e-6 <= message.weight <= 1e6,
+        f"weight is {message.weight}; it must be between 1e-6 and 1e6",
+    )
+
+
+def _sampling(message: pb.Submit, model: pb.ModelInfo) -> tuple[SamplingParams, ...]:
+    wire = message.sampling
+    _require(0 <= wire.temperature < math.inf, f"temperature is {wire.temperature}; it must be 0 or more")
+    _require(0 <= wire.top_p <= 1, f"top_p is {wire.top_p}; it must be between 0 and 1")
+    _require(0 <= wire.min_p <= 1, f"min_p is {wire.min_p}; it must be between 0 and 1")
+    _require(
+        0 <= wire.repetition_penalty < math.inf,
+        f"repetition_penalty is {wire.repetition_penalty}; it must be more than 0",
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        _require(math.isfinite(getattr(wire, name)), f"{name} is not a finite number")
+    _require(len(wire.bias_tokens) == len(wire.bias_values), "bias_tokens and bias_values differ in length")
+    _require(all(map(math.isfinite, wire.bias_values)), "bias_values has a number that is not finite")
+    logprobs = wire.logprobs if wire.HasField("logprobs") else None
+    most = min(MAX_LOGPROBS, model.vocab_size)
+    _require(logprobs is None or logprobs <= most, f"logprobs is {logprobs}; it can be at most {most}")
+    return tuple(
+        SamplingParams(
+            temperature=wire.temperature,
+            top_p=wire.top_p or 1.0,
+            top_k=wire.top_k,
+            min_p=wire.min_p,
+            presence_penalty=wire.presence_penalty,
+            frequency_penalty=wire.frequency_penalty,
+            repetition_penalty=wire.repetition_penalty or 1.0,
+            logit_bias=tuple(zip(wire.bias_tokens, wire.bias_values, strict=True)),
+            logprobs=logprobs,
+            seed=seed,
+        )
+        for seed in message.seeds
+    )
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise InvalidSubmit(sentence)

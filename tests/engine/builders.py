@@ -1,0 +1,293 @@
+"""Builds schedulers and requests without a model, and a runner that checks what it is handed.
+
+`FakeRunner` stands for the real one: it keeps, for every slot of the KV pool, a digest of all that the
+keys and values there would depend on, and refuses a row whose table does not lead to exactly its own
+prefix. So a test that runs against it checks sharing, copying, preemption and adapters all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.adapter_tiers import AdapterTiers
+from engine.block_pool import BLOCK_SIZE, BlockPool, root_hash
+from engine.rank_pages import RankPages
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.adapter_gate import AdapterGate
+from engine.sequence import Request
+from engine.step import RowResult, SamplingParams, StepPlan, StepResult, StepRow
+
+VOCAB_SIZE = 1000
+MODEL_DIGEST = b"m" * 32
+
+
+def digest_of(name: str) -> bytes:
+    """The digest of an adapter that a test calls ``name``."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+@dataclass(frozen=True)
+class FakeAdapter:
+    """A host copy without weights; ``poison`` makes every row that uses it come out as not finite."""
+
+    digest: bytes
+    rank: int = 8
+    nbytes: int = 100
+    poison: bool = False
+
+
+def make_request(
+    prompt: int | Sequence[int] = 20,
+    *,
+    link: Hashable = "link",
+    request_id: int = 1,
+    max_tokens: int = 8,
+    adapter: str = "",
+    scope: str = "scope",
+    n: int = 1,
+    output: Sequence[int] = (),
+    stop: Iterable[int] = (),
+    tenant: str = "tenant",
+    weight: float = 1.0,
+    priority: int = 0,
+    min_tokens: int = 0,
+    arrival: float | None = None,
+    deadline: float | None = None,
+    logprobs: int | None = None,
+    max_model_len: int = 1 << 30,
+) -> Request:
+    """A request; ``prompt`` is its tokens, or their number."""
+    tokens = [i % VOCAB_SIZE for i in range(7, 7 + prompt)] if isinstance(prompt, int) else list(prompt)
+    digest = digest_of(adapter) if adapter else b""
+    return Request(
+        link=link,
+        request_id=request_id,
+        prompt=tokens,
+        output=list(output),
+        sampling=tuple(SamplingParams(seed=seed, logprobs=logprobs) for seed in range(n)),
+        max_len=min(len(tokens) + max_tokens, max_model_len),
+        block_root=root_hash(MODEL_DIGEST, "float32", digest, scope.encode()),
+        adapter_digest=digest,
+        tenant=tenant,
+        weight=weight,
+        priority=priority,
+        min_tokens=min_tokens,
+        stop_token_ids=frozenset(stop),
+        arrival=time.monotonic() if arrival is None else arrival,
+        deadline=deadline,
+    )
+
+
+class FakeStore:
+    """Adapters by digest. `AdapterTiers` reads them in its threads; ``hold`` keeps them waiting."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[bytes, FakeAdapter] = {}
+        self.reads: list[bytes] = []
+
+    def add(self, name: str, rank: int = 8, *, nbytes: int = 100, poison: bool = False) -> bytes:
+        digest = digest_of(name)
+        self.adapters[digest] = FakeAdapter(digest, rank, nbytes, poison)
+        return digest
+
+    def read(self, digest: bytes) -> FakeAdapter:
+        self.reads.append(digest)
+        if digest not in self.adapters:
+            raise FileNotFoundError("the store has no such adapter")
+        return self.adapters[digest]
+
+
+@dataclass
+class FakeRunner:
+    """Runs plans on digests instead of tensors, and asserts that each row reads what is its own."""
+
+    num_blocks: int
+    num_pages: int
+    max_num_seqs: int = 1 << 30
+    max_num_batched_tokens: int = 1 << 30
+    step_s: float = 0.0
+    """Time that a step takes, as a device would: without the interpreter's lock."""
+    before: Callable[[StepPlan], None] = lambda plan: None
+    num_steps: int = 0
+    slots: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    """By slot: what the context was before its token, and what it is with it."""
+    pages: dict[int, FakeAdapter] = field(default_factory=dict)
+
+    def write_adapter(self, pages: Sequence[int], adapter: FakeAdapter) -> None:
+        assert all(0 <= page < self.num_pages for page in pages)
+        for page in pages:
+            self.pages[page] = adapter
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        self.before(plan)
+        assert len(plan.rows) <= self.max_num_seqs
+        assert sum(len(row.tokens) for row in plan.rows) <= self.max_num_batched_tokens
+        assert len({row.seq_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        for source, target in plan.block_copies:
+            for offset in range(BLOCK_SIZE):
+                content = self.slots.get(source * BLOCK_SIZE + offset)
+                if content is not None:
+                    self.slots[target * BLOCK_SIZE + offset] = content
+        written: dict[int, int] = {}
+        results: list[RowResult] = []
+        for row in plan.rows:
+            state = self._run(row, written)
+            if row.sampling is not None:
+                results.append(self._draw(row, state))
+        if self.step_s:
+            time.sleep(self.step_s)
+        return StepResult(tuple(results))
+
+    def _run(self, row: StepRow, written: dict[int, int]) -> bytes:
+        """Extends the chain of the row's tokens; what a slot holds stands for all that went before it."""
+        adapter = self._adapter(row)
+        state = adapter.digest if adapter else b""
+        assert len(row.block_ids) * BLOCK_SIZE >= row.start + len(row.tokens), "the table is too short"
+        for position in range(row.start):
+            before, after = self.slots[self._slot(row, position)]
+            assert before == state, "the table leads to another context's keys and values"
+            state = after
+        for position, token in enumerate(row.tokens, row.start):
+            slot = self._slot(row, position)
+            block = slot // BLOCK_SIZE
+            assert written.setdefault(block, row.seq_id) == row.seq_id, "two rows write to one block"
+            before, state = state, link_state(state, token)
+            self.slots[slot] = (before, state)
+        return state
+
+    def _draw(self, row: StepRow, state: bytes) -> RowResult:
+        adapter = self._adapter(row)
+        if adapter is not None and adapter.poison:
+            return RowResult(row.seq_id, 0, error="the logits are not finite")
+        assert row.sampling is not None
+        return RowResult(row.seq_id, draw(state, row.sampling.seed, row.banned_tokens))
+
+    def _adapter(self, row: StepRow) -> FakeAdapter | None:
+        if row.adapter is None:
+            return None
+        found = {self.pages[page] for page in row.adapter.pages}
+        assert len(found) == 1, "the pages of one adapter hold another's weights"
+        adapter = found.pop()
+        assert adapter.rank == row.adapter.rank
+        return adapter
+
+    def _slot(self, row: StepRow, position: int) -> int:
+        block = row.block_ids[position // BLOCK_SIZE]
+        assert 0 <= block < self.num_blocks
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def link_state(state: bytes, token: int) -> bytes:
+    return hashlib.blake2b(state + token.to_bytes(4, "little"), digest_size=16).digest()
+
+
+def draw(state: bytes, seed: int, banned: Sequence[int] = ()) -> int:
+    """The token that a fake model draws: a function of all tokens before, the adapter, and the seed."""
+    for attempt in range(100):
+        noise = hashlib.blake2b(state + bytes([seed % 256, attempt]), digest_size=4).digest()
+        token = int.from_bytes(noise, "little") % VOCAB_SIZE
+        if token not in banned:
+            return token
+    raise AssertionError("everything is banned")
+
+
+def expected_output(request: Request, choice: int = 0) -> list[int]:
+    """What the fake model answers if nothing ever goes wrong."""
+    state = request.adapter_digest
+    for token in (*request.prompt, *request.output):
+        state = link_state(state, token)
+    tokens = list(request.output)
+    while len(request.prompt) + len(tokens) < request.max_len:
+        banned = request.banned_before_min if len(tokens) < request.min_tokens else ()
+        token = draw(state, request.sampling[choice].seed, banned)
+        tokens.append(token)
+        if token in request.stop_token_ids:
+            break
+        state = link_state(state, token)
+    return tokens[len(request.output) :]
+
+
+@dataclass
+class Engine:
+    """A scheduler with everything that it needs, stepped by hand."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    store: FakeStore
+    tiers: AdapterTiers
+    pages: RankPages
+    pool: BlockPool
+    gate: AdapterGate
+    tokens: dict[tuple[Hashable, int, int], list[int]] = field(default_factory=dict)
+    finished: dict[tuple[Hashable, int, int], tuple[str, str]] = field(default_factory=dict)
+    started: dict[tuple[Hashable, int], int] = field(default_factory=dict)
+
+    def step(self) -> StepPlan:
+        """One turn of the loop, with every invariant checked after it."""
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            self.scheduler.update(plan, self.runner.execute(plan))
+        self.collect()
+        self.scheduler.check()
+        return plan
+
+    def collect(self) -> None:
+        for link, out in self.scheduler.take_outputs().items():
+            for request_id, choice, token in zip(out.request_ids, out.choices, out.tokens, strict=True):
+                assert (link, request_id, choice) not in self.finished, "a token after the end"
+                self.tokens.setdefault((link, request_id, choice), []).append(token)
+            for start in out.started:
+                assert (link, start.request_id) not in self.started
+                self.started[link, start.request_id] = start.cached_tokens
+            for end in out.finished:
+                assert (link, end.request_id, end.choice) not in self.finished, "ended twice"
+                self.finished[link, end.request_id, end.choice] = (end.reason.name, end.error)
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Steps until nobody is left; returns the number of steps."""
+        for count in range(max_steps):
+            if not self.scheduler.num_running + self.scheduler.num_waiting:
+                return count
+            if not self.step().rows:
+                self.wait_for_loads()
+        raise AssertionError("no end in sight")
+
+    def wait_for_loads(self) -> None:
+        """Waits until every load under way has something to tell."""
+        self.tiers.settle() if hasattr(self.tiers, "settle") else time.sleep(0.001)
+
+    def check_all_free(self) -> None:
+        self.scheduler.check()
+        assert self.pool.num_idle == self.pool.num_blocks
+        assert self.pages.num_available == self.pages.num_pages
+
+    def close(self) -> None:
+        self.tiers.close()
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    num_pages: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_num_waiting: int = 1000,
+    host_bytes: int = 1 << 20,
+    enable_prefix_caching: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    wake: Callable[[], None] = lambda: None,
+) -> Engine:
+    """A scheduler over a fake runner and a fake store; small, so that everything runs short."""
+    store = FakeStore()
+    runner = FakeRunner(num_blocks, num_pages, max_num_seqs, max_num_batched_tokens)
+    pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
+    pages = RankPages(num_pages)
+    tiers = AdapterTiers(store.read, num_pages=num_pages, host_bytes=host_bytes, wake=wake)
+    gate = AdapterGate(pages, tiers, runner.write_adapter)
+    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_num_waiting)
+    scheduler = Scheduler(limits, pool, gate, clock=clock)
+    return Engine(scheduler, runner, store, tiers, pages, pool, gate)
