@@ -15,6 +15,7 @@ from gateway.auth import Authenticator
 from gateway.engine_client import EngineFleet
 from gateway.keys import Keys
 from gateway.metrics import Metrics
+from gateway.redis_client import connect
 from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -45,7 +46,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
     Waits for nothing: Redis and the engines may come later, and `/ready` says so until then.
     """
     async with AsyncExitStack() as stack:
-        redis = Redis.from_url(settings.redis_url)
+        redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         tenants, keys = Tenants(redis), Keys(redis)
         authenticator = Authenticator(

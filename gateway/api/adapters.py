@@ -113,7 +113,7 @@ def _checked_fields(fields: Mapping[str, str]) -> tuple[str, bool]:
 
 
 async def _validate(folder: Path, shape: BaseModelShape, allow_zero: bool) -> AdapterSummary:
-    # In anyio's threads rather than asyncio's own, where prompts are tokenised: uploads must not hold those up.
+    # In anyio's threads, not asyncio's own, where prompts are tokenised: uploads must not hold those up.
     try:
         return await anyio.to_thread.run_sync(lambda: validate(folder, shape, allow_zero=allow_zero))
     except InvalidAdapter as error:

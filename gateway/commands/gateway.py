@@ -81,13 +81,13 @@ async def _serve(settings: GatewaySettings) -> None:
 async def _announce_operator_key(settings: GatewaySettings) -> None:
     """Prints the operator's key if this start is the first on its Redis; waits for Redis as long as it
     takes."""
-    from redis.asyncio import Redis
     from redis.exceptions import RedisError
 
     from gateway.auth import ensure_operator_key
     from gateway.keys import Keys
+    from gateway.redis_client import connect
 
-    async with Redis.from_url(settings.redis_url) as redis:
+    async with connect(settings.redis_url) as redis:
         while True:
             try:
                 key = await ensure_operator_key(Keys(redis), settings.operator_key)

@@ -1,0 +1,216 @@
+"""A gateway without engines, for tests: real HTTP on a real socket, real Valkey, a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+from pydantic import SecretStr
+from redis.asyncio import Redis
+
+from adapters.blob_store import BlobStore
+from adapters.registry import Registry
+from gateway.api import adapters as adapters_api
+from gateway.api import admin as admin_api
+from gateway.auth import Authenticator
+from gateway.errors import install_error_handling
+from gateway.keys import Keys
+from gateway.redis_client import connect
+from gateway.services import Services
+from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
+from protos.engine_pb2 import LinearModule, ModelInfo
+
+OPERATOR_KEY = "an operator's key of the test's own"
+
+
+def model_info(*, layers: int = 2, hidden: int = 32, max_lora_rank: int = 64) -> ModelInfo:
+    """A small base model with two square projections a layer."""
+    modules = [
+        LinearModule(name=name, in_features=hidden, out_features=hidden) for name in ("q_proj", "o_proj")
+    ]
+    return ModelInfo(
+        name="base", digest=bytes(32), num_layers=layers, modules=modules, max_lora_rank=max_lora_rank
+    )
+
+
+@dataclass
+class Engines:
+    """Stands for the fleet: what the model is, and what engines were told to forget."""
+
+    info: ModelInfo | None = field(default_factory=model_info)
+    unloaded: list[bytes] = field(default_factory=list)
+
+    def model_info(self) -> ModelInfo | None:
+        return self.info
+
+    def residency(self, digest_hex: str) -> dict[str, str]:
+        return {"engine-1": "device"}
+
+    async def unload(self, digest: bytes) -> None:
+        self.unloaded.append(digest)
+
+
+@dataclass
+class ControlPlane:
+    """What a test holds of the running gateway."""
+
+    url: str
+    client: httpx.AsyncClient
+    services: Services
+    engines: Engines
+    store: Path
+
+    async def tenant(self, tenant_id: str, *scopes: str) -> dict[str, str]:
+        """Makes a tenant, unless it is there, and a key. Returns the headers that hold the key."""
+        await self.admin("POST", "/tenants", {"id": tenant_id, "name": tenant_id.title()})
+        answer = await self.admin("POST", f"/tenants/{tenant_id}/keys", {"scopes": scopes} if scopes else {})
+        return {"Authorization": f"Bearer {answer.json()['key']}"}
+
+    async def admin(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {OPERATOR_KEY}"}
+        return await self.client.request(method, f"/admin{path}", json=body, headers=headers)
+
+    async def upload(
+        self, headers: Mapping[str, str], files: Mapping[str, bytes], *, name: str = "sql", **fields: str
+    ) -> httpx.Response:
+        parts = [("files", (file, content)) for file, content in files.items()]
+        return await self.client.post(
+            "/v1/adapters", headers=headers, data={"name": name, **fields}, files=parts
+        )
+
+    def blobs(self) -> list[str]:
+        """The digests in the store."""
+        return sorted(path.name for path in (self.store / "sha256").glob("*/*"))
+
+    def leftovers(self) -> list[Path]:
+        """What lies in the store beside its blobs."""
+        return [*(self.store / "staging").iterdir(), *(self.store / "trash").iterdir()]
+
+
+@asynccontextmanager
+async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> AsyncIterator[ControlPlane]:
+    """Serves the admin and the adapters API on a free port."""
+    config = GatewaySettings(
+        redis_url=valkey_url, store=folder / "store", operator_key=SecretStr(OPERATOR_KEY), **settings
+    )
+    engines = Engines()
+    async with connect(valkey_url) as redis:
+        services = _services(config, redis, engines)
+        await services.authenticator.start()
+        app = FastAPI()
+        install_error_handling(app)
+        app.include_router(admin_api.router)
+        app.include_router(adapters_api.router)
+        app.state.services = services
+        try:
+            async with _serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+                yield ControlPlane(url, client, services, engines, config.store)
+        finally:
+            await services.authenticator.close()
+
+
+def _services(config: GatewaySettings, redis: Redis, engines: Engines) -> Services:
+    tenants, keys = Tenants(redis), Keys(redis)
+    authenticator = Authenticator(
+        redis,
+        tenants,
+        keys,
+        operator_key=config.operator_key,
+        cache_s=config.auth_cache_s,
+        grace_s=config.auth_grace_s,
+    )
+    unused: Any = None
+    return Services(
+        settings=config,
+        redis=redis,
+        authenticator=authenticator,
+        tenants=tenants,
+        keys=keys,
+        registry=Registry(redis),
+        store=BlobStore(config.store),
+        engines=cast(Any, engines),
+        tokenizers=unused,
+        metrics=unused,
+    )
+
+
+@asynccontextmanager
+async def _serving(app: FastAPI) -> AsyncIterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+# ---- adapters in PEFT's format, written by hand -------------------------------------------------------
+
+
+def config_json(**changes: Any) -> bytes:
+    """An adapter_config.json as PEFT writes it, for the base model above."""
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "o_proj"],
+        "bias": "none",
+        **changes,
+    }
+    return json.dumps(config).encode()
+
+
+def tensor_shapes(
+    *, layers: int = 2, hidden: int = 32, rank: int = 4, modules: Sequence[str] = ("q_proj", "o_proj")
+) -> dict[str, tuple[int, int]]:
+    """The tensors' names and shapes that fit `model_info`."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(layers):
+        for module in modules:
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            shapes[f"{prefix}.lora_A.weight"] = (rank, hidden)
+            shapes[f"{prefix}.lora_B.weight"] = (hidden, rank)
+    return shapes
+
+
+def safetensors_header(shapes: Mapping[str, tuple[int, int]]) -> bytes:
+    """The length and header of a safetensors file of float32 tensors."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 4 * shape[0] * shape[1]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def safetensors(shapes: Mapping[str, tuple[int, int]], *, seed: int = 0) -> bytes:
+    """A safetensors file of float32 tensors of small random values."""
+    count = sum(rows * columns for rows, columns in shapes.values())
+    values = np.random.default_rng(seed).normal(0, 0.02, count).astype("<f4")
+    return safetensors_header(shapes) + values.tobytes()
+
+
+def adapter_files(*, seed: int = 0, **config: Any) -> dict[str, bytes]:
+    """The two files of an adapter that is right."""
+    return {
+        "adapter_config.json": config_json(**config),
+        "adapter_model.safetensors": safetensors(tensor_shapes(), seed=seed),
+    }

@@ -1,0 +1,76 @@
+"""Tenants and keys as Redis documents."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.keys import Keys, NoSuchTenant, id_of
+from gateway.tenants import PrefixSharing, TenantExists, Tenants
+
+
+async def test_a_tenant_is_created_changed_listed_and_deleted(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        tenants = Tenants(redis)
+        acme = await tenants.create(
+            "Acme Ltd", tenant_id="acme", weight=2.5, prefix_sharing=PrefixSharing.SHARED
+        )
+        other = await tenants.create("Other")
+        assert await tenants.get("acme") == acme
+        assert {tenant.id for tenant in await tenants.all()} == {"acme", other.id}
+        changed = await tenants.update("acme", {"suspended": True, "name": "Acme GmbH"})
+        assert changed is not None
+        assert (changed.name, changed.suspended, changed.weight) == ("Acme GmbH", True, 2.5)
+        assert await tenants.delete("acme")
+        assert not await tenants.delete("acme")
+        assert await tenants.get("acme") is None
+        assert [tenant.id for tenant in await tenants.all()] == [other.id]
+
+
+async def test_an_id_is_given_once_and_a_change_makes_no_tenant(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        tenants = Tenants(redis)
+        await tenants.create("Acme", tenant_id="acme")
+        with pytest.raises(TenantExists):
+            await tenants.create("Impostor", tenant_id="acme")
+        assert await tenants.update("nobody", {"name": "Nobody"}) is None
+        assert [tenant.name for tenant in await tenants.all()] == ["Acme"]
+
+
+async def test_only_the_digest_of_a_key_is_stored(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        await Tenants(redis).create("Acme", tenant_id="acme")
+        record, key = await Keys(redis).create("acme", note="ci")
+        prefix, key_id, secret = key.split("_", 2)
+        assert (prefix, key_id, id_of(key)) == ("lpx", record.id, record.id)
+        assert len(secret) * 6 >= 192
+        assert record.digest == hashlib.sha256(key.encode()).digest()
+        for name in await redis.keys("*"):
+            kind = await redis.type(name)
+            stored = await redis.hgetall(name) if kind == b"hash" else await redis.smembers(name)
+            assert secret not in str(stored)
+
+
+async def test_keys_are_listed_and_revoked_within_their_tenant(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        tenants, keys = Tenants(redis), Keys(redis)
+        for tenant_id in ("acme", "other"):
+            await tenants.create(tenant_id, tenant_id=tenant_id)
+        mine, _ = await keys.create("acme", scopes=["adapters"], expires_in=60)
+        assert mine.expires == mine.created + 60
+        assert await keys.of_tenant("acme") == [mine]
+        assert await keys.of_tenant("other") == []
+        assert not await keys.revoke("other", mine.id)
+        assert await keys.get(mine.id) == mine
+        assert await keys.revoke("acme", mine.id)
+        assert not await keys.revoke("acme", mine.id)
+        assert await keys.get(mine.id) is None
+
+
+async def test_no_key_without_its_tenant(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        with pytest.raises(NoSuchTenant):
+            await Keys(redis).create("nobody")
+        assert await redis.keys("*") == []
