@@ -53,46 +53,43 @@ class EngineLoop:
     """Runs the steps in a thread of its own.
 
     Args:
-        deliver: called on the loop's thread with the news of one step by link; must not block.
-        on_fatal: called on the loop's thread when it cannot go on; the process should end.
+        news: set by whoever has something that an idle loop should look at, such as an adapter's load that
+            has ended. Cleared by the loop alone.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: StepRunner,
-        gate: AdapterGate,
-        *,
-        deliver: Deliver,
-        on_fatal: Callable[[], None],
+        self, scheduler: Scheduler, runner: StepRunner, gate: AdapterGate, news: threading.Event
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._gate = gate
-        self._deliver = deliver
-        self._on_fatal = on_fatal
+        self._news = news
         self._inbox: deque[Callable[[], None]] = deque()
-        self._news = threading.Event()
         self._stopping = False
         self._draining = False
         self._failed_steps = 0
-        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._thread: threading.Thread | None = None
 
     # ---- for any thread ----------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, deliver: Deliver, on_fatal: Callable[[], None]) -> None:
+        """Starts the thread.
+
+        Args:
+            deliver: called there with the news of one step by link; must not block.
+            on_fatal: called there when the loop cannot go on; the process should end.
+        """
+        self._thread = threading.Thread(
+            target=self._run, args=(deliver, on_fatal), name="engine-loop", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread after the step under way. What still runs is dropped without a word."""
         self._stopping = True
-        self.wake()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def wake(self) -> None:
-        """Makes the loop look around, if it is idle."""
         self._news.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def submit(self, request: Request) -> None:
         """Hands in a validated request; everything further comes by `deliver`."""
@@ -126,28 +123,30 @@ class EngineLoop:
 
     # ---- on the loop's thread ----------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def step(self, deliver: Deliver) -> bool:
         """One turn: take in what has come, plan, run, take in the results, tell. False: there was no work."""
         self._take_messages()
         plan = self._scheduler.schedule()
-        if plan.rows:
-            self._execute(plan)
-        outputs = self._scheduler.take_outputs()
-        if outputs:
-            self._deliver(outputs)
+        try:
+            if plan.rows:
+                self._execute(plan)
+        finally:
+            outputs = self._scheduler.take_outputs()
+            if outputs:
+                deliver(outputs)
         return bool(plan.rows)
 
-    def _run(self) -> None:
+    def _run(self, deliver: Deliver, on_fatal: Callable[[], None]) -> None:
         try:
             while not self._stopping:
-                if not self.step():
+                if not self.step(deliver):
                     self._wait()
         except Exception:
             logger.exception("the engine's loop cannot go on")
-            self._on_fatal()
+            on_fatal()
 
     def _execute(self, plan: StepPlan) -> None:
-        """Runs a plan. A step that raises ends its own sequences; too many in a row end the process."""
+        """Runs a plan. A step that raises ends its own sequences; too many in a row end the loop."""
         try:
             result = self._runner.execute(plan)
         except Exception as error:
@@ -155,7 +154,6 @@ class EngineLoop:
             logger.exception("a step of %d sequences failed; their requests end", len(plan.rows))
             self._scheduler.fail(plan, f"the step that computed this failed: {type(error).__name__}")
             if self._failed_steps >= MAX_FAILED_STEPS:
-                self._deliver(self._scheduler.take_outputs())
                 raise
         else:
             self._failed_steps = 0

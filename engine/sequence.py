@@ -134,7 +134,7 @@ class Sequence:
         self.num_charged = 0
         self.adapter: StepAdapter | None = None
         self.siblings: list[Sequence] = []
-        self.order = (1, request.priority, seq_id)
+        self.order: tuple[int, int, int] = (1, request.priority, seq_id)
         self.status = Status.WAITING
 
     @property

@@ -6,7 +6,7 @@ import logging
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection
 
 from engine.service import EngineService
@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
 STOP_GRACE_SECONDS = 0.5
+
+
+class CannotListen(Exception):
+    """The address cannot be had; the message says so in one sentence."""
 
 
 class EngineServer:
@@ -43,25 +47,28 @@ class EngineServer:
         """Listens on ``host:port`` and returns the port (which matters for port 0).
 
         Raises:
-            RuntimeError: when the address is taken, with a sentence that says so.
+            CannotListen: the address is taken, or not this machine's.
         """
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError:
             port = 0
         if not port:
-            raise RuntimeError(f"cannot listen on {address}: the port is taken, or the host is not here")
+            raise CannotListen(f"cannot listen on {address}: the port is taken, or the host is not here")
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return port
 
-    async def stop(self, *, drain_s: float = 0.0) -> None:
-        """Reports itself as not serving, drains for up to ``drain_s`` seconds, and closes everything."""
+    async def drain(self, timeout_s: float) -> None:
+        """Reports itself as not serving, and waits until the last request has ended or time is up."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if drain_s:
-            remaining = await self.service.drain(drain_s)
-            if remaining:
-                logger.warning("%d sequences had not ended after %.0f s of draining", remaining, drain_s)
+        remaining = await self.service.drain(timeout_s)
+        if remaining:
+            logger.warning("%d sequences had not ended after %.0f s of draining", remaining, timeout_s)
+
+    async def stop(self) -> None:
+        """Ends all calls and closes the port."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.stop(STOP_GRACE_SECONDS)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

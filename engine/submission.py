@@ -86,9 +86,7 @@ def _check_tokens(
 
 def _check_service(message: pb.Submit, model: pb.ModelInfo) -> None:
     count = len(message.seeds)
-    _require(
-        0 < count <= model.max_num_seqs, f"{count} choices: this engine takes 1 to {model.max_num_seqs}"
-    )
+    _require(0 < count <= model.max_num_seqs, f"{count} choices: this engine takes 1 to {model.max_num_seqs}")
     size = len(message.adapter_digest)
     _require(size in (0, DIGEST_BYTES), f"adapter_digest has {size} bytes instead of {DIGEST_BYTES}")
     _require(

@@ -18,6 +18,7 @@ import enum
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.adapter_tiers import AdapterTiers, HostCopy, LoadFailed
 from engine.rank_pages import RankPages, pages_for_rank
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 PLACEMENTS_PER_STEP = 1
 """Most adapters copied to the device before a step that others wait for: a copy is as long as a step."""
 
-WriteAdapter = Callable[[Sequence[int], HostCopy], None]
-"""``Runner.write_adapter``: fills pages that nobody references."""
+WriteAdapter = Callable[[Sequence[int], Any], None]
+"""``Runner.write_adapter``: fills pages that nobody references. Takes the copies that the tiers' read makes."""
 
 
 class Residency(enum.IntEnum):

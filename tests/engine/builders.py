@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.adapter_tiers import AdapterTiers
+from engine.adapter_tiers import AdapterTiers, HostCopy
 from engine.block_pool import BLOCK_SIZE, BlockPool, root_hash
 from engine.rank_pages import RankPages
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -116,7 +116,8 @@ class FakeRunner:
     """By slot: what the context was before its token, and what it is with it."""
     pages: dict[int, FakeAdapter] = field(default_factory=dict)
 
-    def write_adapter(self, pages: Sequence[int], adapter: FakeAdapter) -> None:
+    def write_adapter(self, pages: Sequence[int], adapter: HostCopy) -> None:
+        assert isinstance(adapter, FakeAdapter)
         assert all(0 <= page < self.num_pages for page in pages)
         for page in pages:
             self.pages[page] = adapter
@@ -257,8 +258,8 @@ class Engine:
         raise AssertionError("no end in sight")
 
     def wait_for_loads(self) -> None:
-        """Waits until every load under way has something to tell."""
-        self.tiers.settle() if hasattr(self.tiers, "settle") else time.sleep(0.001)
+        """Lets the loads' threads run."""
+        time.sleep(0.001)
 
     def check_all_free(self) -> None:
         self.scheduler.check()

@@ -1,0 +1,49 @@
+"""``python -m engine``: loads a model, serves it, announces it, and ends as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the server's thread may keep the interpreter from the engine's loop (Python's default: 5 ms)."""
+
+logger = logging.getLogger("engine")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs an engine until it is told to stop. Returns the exit status: 0 after a signal, else 1.
+
+    The imports are in here so that the time to ready includes them, and ``--help`` does without torch.
+    """
+    started = time.monotonic()
+    from engine.settings import parse_args
+
+    settings = parse_args(argv)
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    from engine.assembly import assemble
+    from engine.memory import NotEnoughMemory
+    from engine.model.errors import ModelNotAvailable
+    from engine.process import serve
+    from engine.server import CannotListen
+
+    try:
+        return asyncio.run(serve(assemble(settings), settings, started=started))
+    except (ModelNotAvailable, NotEnoughMemory, CannotListen, ValueError) as error:
+        logger.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Puts an engine together: the model, its memory, and the core that schedules it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from adapters.blob_store import BlobStore
+from engine.adapter_tiers import AdapterTiers
+from engine.block_pool import BLOCK_SIZE, BlockPool
+from engine.loop import EngineLoop
+from engine.memory import MemoryLimits, MemoryPlan, plan_memory
+from engine.model.adapter_weights import HostAdapter, read_adapter
+from engine.model.loading import LoadedModel, load_model
+from engine.rank_pages import RankPages
+from engine.runner import Runner
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.adapter_gate import AdapterGate
+from engine.settings import EngineSettings
+from protos import engine_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The engine's loop, not started yet, and what the server tells of."""
+
+    loop: EngineLoop
+    tiers: AdapterTiers
+    store: BlobStore
+    model_info: pb.ModelInfo
+    tokenizer_files: Mapping[str, bytes]
+
+
+def assemble(settings: EngineSettings) -> Core:
+    """Loads the model and allocates everything that the engine will ever hold on the device.
+
+    Raises:
+        ModelNotAvailable, NotEnoughMemory, ValueError: with one sentence that says what to change.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    limits = SchedulerLimits(settings.max_num_seqs, settings.step_tokens(device), settings.max_num_waiting)
+    model = load_model(
+        settings.model, dtype=settings.dtype, device=device, max_model_len=settings.max_model_len
+    )
+    memory = _plan_memory(settings, model, limits)
+    store = BlobStore(settings.store)
+    runner = Runner(model, num_blocks=memory.num_blocks, num_rank_pages=memory.num_rank_pages)
+
+    def read(digest: bytes) -> HostAdapter:
+        return read_adapter(store.path(digest), model.config, model.dtype, pin=device == "cuda")
+
+    news = threading.Event()
+    tiers = AdapterTiers(
+        read, num_pages=memory.num_rank_pages, host_bytes=settings.lora_host_memory_bytes, wake=news.set
+    )
+    gate = AdapterGate(RankPages(memory.num_rank_pages), tiers, runner.write_adapter)
+    pool = BlockPool(memory.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+    return Core(
+        loop=EngineLoop(Scheduler(limits, pool, gate), runner, gate, news),
+        tiers=tiers,
+        store=store,
+        model_info=_model_info(settings, model, memory),
+        tokenizer_files=model.tokenizer_files,
+    )
+
+
+def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: SchedulerLimits) -> MemoryPlan:
+    return plan_memory(
+        model.config,
+        model.dtype,
+        model.device,
+        MemoryLimits(
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            num_gpu_blocks_override=settings.num_gpu_blocks_override,
+            lora_memory_bytes=settings.lora_bytes(model.device.type),
+            max_lora_rank=settings.max_lora_rank,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        ),
+    )
+
+
+def _model_info(settings: EngineSettings, model: LoadedModel, memory: MemoryPlan) -> pb.ModelInfo:
+    config = model.config
+    return pb.ModelInfo(
+        name=settings.model_name,
+        digest=model.digest,
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        num_layers=config.num_layers,
+        modules=[
+            pb.LinearModule(name=name, in_features=wide_in, out_features=wide_out)
+            for name, (wide_in, wide_out) in config.modules.items()
+        ],
+        eos_token_ids=config.eos_token_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+        num_blocks=memory.num_blocks,
+        num_rank_pages=memory.num_rank_pages,
+        max_lora_rank=settings.max_lora_rank,
+        max_num_seqs=settings.max_num_seqs,
+        engine_version=_version(),
+    )
+
+
+def _version() -> str:
+    try:
+        return version("loraplex")
+    except PackageNotFoundError:
+        return "unknown"

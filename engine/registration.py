@@ -1,0 +1,74 @@
+"""Tells gateways that this engine is here: a lease in Redis, renewed each second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from adapters.leases import EngineLease, EngineLeases
+
+logger = logging.getLogger(__name__)
+
+RENEW_SECONDS = 1.0
+LEASE_SECONDS = 5.0
+REDIS_TIMEOUT_SECONDS = 2.0
+
+
+class Registration:
+    """Keeps the engine's lease alive from `start` to `stop`, through any outage of Redis.
+
+    Args:
+        make_lease: what to say now; asked before each renewal.
+    """
+
+    def __init__(self, redis_url: str, make_lease: Callable[[], Awaitable[EngineLease]]) -> None:
+        self._redis = Redis.from_url(
+            redis_url, socket_timeout=REDIS_TIMEOUT_SECONDS, socket_connect_timeout=REDIS_TIMEOUT_SECONDS
+        )
+        self._leases = EngineLeases(self._redis)
+        self._make_lease = make_lease
+        self._engine_id = ""
+        self._is_lost = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._renew_forever(), name="registration")
+
+    async def stop(self) -> None:
+        """Withdraws the lease, if Redis can be reached, and closes the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        try:
+            if self._engine_id:
+                await self._leases.withdraw(self._engine_id)
+        except (RedisError, OSError) as error:
+            logger.warning("the lease could not be withdrawn and will expire: %s", error)
+        finally:
+            await self._redis.aclose()
+
+    async def renew(self) -> None:
+        """Publishes the lease once. Failures are logged when they begin and when they end."""
+        lease = await self._make_lease()
+        try:
+            await self._leases.publish(lease, LEASE_SECONDS)
+        except (RedisError, OSError) as error:
+            if not self._is_lost:
+                logger.warning(
+                    "Redis is away (%s); requests under way go on, and it is tried each second", error
+                )
+            self._is_lost = True
+            return
+        self._engine_id = lease.engine_id
+        if self._is_lost:
+            logger.info("Redis is back; the lease is renewed")
+        self._is_lost = False
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await self.renew()
+            await asyncio.sleep(RENEW_SECONDS)
