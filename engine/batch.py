@@ -63,7 +63,7 @@ def _lora_plan(rows: Sequence[StepRow], starts: np.ndarray, device: torch.device
     adapters: dict[int, StepAdapter] = {}
     groups: dict[int, list[np.ndarray]] = {}
     for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
-        # The adapter belongs to tokens, not to the row: one that an activated adapter does not reach yet is base.
+        # The adapter belongs to tokens, not to the row: those before an activated adapter's start are base.
         first = start + max(0, row.adapter_start - row.start)
         if row.adapter is not None and first < end:
             adapters[row.adapter.adapter_id] = row.adapter

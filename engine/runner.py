@@ -12,7 +12,8 @@ from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel
 from engine.model.lora_pool import RankPagePool
 from engine.sampler import draw
-from engine.step import StepPlan, StepResult
+from engine.step import SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
+from kernels.plans import BLOCK_SIZE, RANK_PAGE
 
 
 class Runner:
@@ -32,9 +33,26 @@ class Runner:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._network = model.network
+        self._max_model_len = model.config.max_model_len
+        self._num_blocks = num_blocks
+        self._has_pages = num_rank_pages > 0
         self._device = model.device
         self._cache = KVCache(model.config, num_blocks, model.dtype, model.device)
         self._adapters = RankPagePool(model.config, num_rank_pages, model.dtype, model.device)
+
+    def warm_up(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Run the largest prefill and the largest decode once, before serving.
+
+        Kernels are compiled and the largest buffers allocated here, so that no request waits for it and
+        too little memory shows at the start. What it writes to blocks and pages is never read.
+        """
+        num_tokens = min(max_num_batched_tokens, self._num_blocks * BLOCK_SIZE, self._max_model_len)
+        adapter = StepAdapter(adapter_id=1, pages=(0,), rank=RANK_PAGE) if self._has_pages else None
+        blocks = range(-(-num_tokens // BLOCK_SIZE))
+        prefill = StepRow(0, [0] * num_tokens, 0, blocks, adapter, sampling=SamplingParams())
+        decode = StepRow(0, [0], 0, (0,), adapter, sampling=SamplingParams(temperature=1.0))
+        self.execute(StepPlan((prefill,)))
+        self.execute(StepPlan((decode,) * max_num_seqs))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -28,7 +28,7 @@ def draw(logits: torch.Tensor, rows: Sequence[StepRow]) -> StepResult:
     """
     sampling = [row for row in rows if row.sampling is not None]
     batch = build_sampling_batch(sampling, logits.device)
-    return _results(sampling, sample(logits, batch))
+    return _results(sampling, logits, sample(logits, batch))
 
 
 def build_sampling_batch(rows: Sequence[StepRow], device: torch.device) -> SamplingBatch:
@@ -108,17 +108,22 @@ def _row_edits(index: int, row: StepRow, params: SamplingParams) -> np.ndarray |
     return entry
 
 
-def _results(rows: Sequence[StepRow], sampled: Sampled) -> StepResult:
+def _results(rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sampled) -> StepResult:
     tokens, finite = sampled.tokens.tolist(), sampled.finite.tolist()
     logprobs = _logprobs(rows, sampled)
     return StepResult(
         tuple(
-            RowResult(row.seq_id, token, logprobs=found)
-            if is_finite
-            else RowResult(row.seq_id, token, error=NOT_FINITE)
-            for row, token, is_finite, found in zip(rows, tokens, finite, logprobs, strict=True)
+            RowResult(row.seq_id, tokens[i], logprobs[i])
+            if finite[i]
+            else RowResult(row.seq_id, tokens[i], error=_fault(logits[i]))
+            for i, row in enumerate(rows)
         )
     )
+
+
+def _fault(logits: torch.Tensor) -> str:
+    """Why no token could be drawn from a row."""
+    return NOTHING_LEFT if bool(logits.max().isfinite()) else NOT_FINITE
 
 
 def _logprobs(rows: Sequence[StepRow], sampled: Sampled) -> list[TokenLogprobs | None]:

@@ -9,12 +9,19 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from adapters.peft_format import BaseModelShape, LoraTensor, map_tensors, parse_config, read_header
+from adapters.peft_config import MAX_RANK
+from adapters.peft_format import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    BaseModelShape,
+    LoraTensor,
+    map_tensors,
+    parse_config,
+    read_header,
+)
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from kernels.plans import RANK_PAGE
 
-_CONFIG_FILE = "adapter_config.json"
-_WEIGHTS_FILE = "adapter_model.safetensors"
 _GROUP_OF = {
     projection: (group, m)
     for group, projections in PROJECTION_GROUPS.items()
@@ -47,7 +54,7 @@ class HostAdapter:
 
 
 def read_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype, *, pin: bool) -> HostAdapter:
-    """Read a validated adapter from its folder and lay it out in rank pages.
+    """Read a validated adapter from its folder and lay it out in rank pages, whatever its rank.
 
     Args:
         dtype: the pool's; weights are converted to it.
@@ -56,12 +63,12 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype, *, pin: 
     Raises:
         adapters.errors.InvalidAdapter: the files do not fit the model.
     """
-    shape = BaseModelShape(config.num_layers, config.modules)
+    shape = BaseModelShape(config.num_layers, config.modules, MAX_RANK)
     tensors = map_tensors(
-        parse_config((folder / _CONFIG_FILE).read_bytes()), read_header(folder / _WEIGHTS_FILE), shape
+        parse_config((folder / CONFIG_FILE).read_bytes()), read_header(folder / WEIGHTS_FILE), shape
     )
     adapter = _empty_adapter(max(tensor.rank for tensor in tensors), config, dtype, pin=pin)
-    _fill(adapter, tensors, folder / _WEIGHTS_FILE, config)
+    _fill(adapter, tensors, folder / WEIGHTS_FILE, config)
     return adapter
 
 

@@ -44,9 +44,9 @@ _LAYER_TENSOR_NAMES = {
 class _Cursor:
     """Reads little-endian values one after another from a buffer."""
 
-    def __init__(self, buffer: mmap.mmap) -> None:
+    def __init__(self, buffer: mmap.mmap, offset: int) -> None:
         self.buffer = buffer
-        self.offset = 0
+        self.offset = offset
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from("<" + code, self.buffer, self.offset)
@@ -90,20 +90,18 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelNotAvailable(f"{path} is not a GGUF file.")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        cursor = _Cursor(self._map)
-        if self._map[:4] != b"GGUF":
-            raise ModelNotAvailable(f"{path} is not a GGUF file.")
-        cursor.offset = 4
-        version = cursor.scalar("I")
-        if version not in (2, 3):
-            raise ModelNotAvailable(f"{path} has GGUF version {version}; supported are 2 and 3.")
         try:
-            self._read_header(cursor)
+            self._read_header(_Cursor(self._map, offset=4))
         except (struct.error, KeyError, UnicodeDecodeError) as error:
             raise ModelNotAvailable(f"{path} is damaged: its GGUF header cannot be read.") from error
 
     def _read_header(self, cursor: _Cursor) -> None:
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            raise ModelNotAvailable(f"{self.path} has GGUF version {version}; supported are 2 and 3.")
         num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_fields):
@@ -123,8 +121,20 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", "(none)"))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A field of the architecture's own section, such as ``block_count``."""
-        return self.metadata.get(f"{self.architecture}.{name}", default)
+        """A field of the architecture's own section, such as ``block_count``.
+
+        Raises:
+            ModelNotAvailable: it is not there and has no default.
+        """
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if value is None:
+            raise ModelNotAvailable(f"{self.path} lacks the field {self.architecture}.{name}.")
+        return value
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        return self._shape("token_embd.weight")[0]
 
     def has(self, name: str) -> bool:
         """Whether the file holds the tensor with this Hugging Face name."""
@@ -151,9 +161,8 @@ class GgufFile:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
-        if name not in self._tensors:
-            raise ModelNotAvailable(f"{self.path} lacks the tensor {name}.")
-        shape, kind, offset = self._tensors[name]
+        shape = self._shape(name)
+        _, kind, offset = self._tensors[name]
         try:
             quantization = GGMLQuantizationType(kind)
             block, block_bytes = GGML_QUANT_SIZES[quantization]
@@ -173,6 +182,11 @@ class GgufFile:
             values = values.copy()
         return values.reshape(shape)
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._tensors:
+            raise ModelNotAvailable(f"{self.path} lacks the tensor {name}.")
+        return self._tensors[name][0]
+
     @staticmethod
     def _gguf_name(name: str) -> str:
         if name in _TENSOR_NAMES:
@@ -183,7 +197,7 @@ class GgufFile:
 
 
 def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's reordering of q and k rows: rotation pairs lie side by side there, half a head apart here."""
+    """Undo llama.cpp's order of q and k rows: rotated pairs are adjacent there, half a head apart here."""
     rows = weight.shape[0]
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
@@ -204,7 +218,7 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
     hidden = int(file.field("embedding_length"))
     return ModelConfig(
         architecture=architecture,
-        vocab_size=len(file.metadata["tokenizer.ggml.tokens"]),
+        vocab_size=file.vocab_size,
         hidden_size=hidden,
         intermediate_size=int(file.field("feed_forward_length")),
         num_layers=int(file.field("block_count")),

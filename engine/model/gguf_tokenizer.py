@@ -30,6 +30,15 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, bytes]:
     Raises:
         UnsupportedModel: the vocabulary is not byte-level BPE, or splits text in a way not known here.
     """
+    model = metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise UnsupportedModel(
+            f"The GGUF tokenizer model {model!r} is not supported, only byte-level BPE ('gpt2') is; "
+            "serve this model from its Hugging Face folder instead."
+        )
+    for field in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
+        if field not in metadata:
+            raise UnsupportedModel(f"The GGUF file lacks {field}, so it holds no byte-level BPE tokenizer.")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     pre = metadata.get("tokenizer.ggml.pre", "default")
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", pre in _BOS_BY_DEFAULT))
@@ -48,7 +57,9 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, bytes]:
         **special,
     }
     tokenizer = _build(metadata, pre)
-    _add_template(tokenizer, special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None)
+    bos = special.get("bos_token") if add_bos else None
+    eos = special.get("eos_token") if add_eos else None
+    _add_template(tokenizer, bos, eos)
     files = {
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
@@ -65,12 +76,6 @@ def _special_id(metadata: dict[str, Any], name: str) -> int | None:
 
 
 def _build(metadata: dict[str, Any], pre: str) -> Tokenizer:
-    model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise UnsupportedModel(
-            f"The GGUF tokenizer model {model!r} is not supported, only byte-level BPE ('gpt2') is; "
-            "serve this model from its Hugging Face folder instead."
-        )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
@@ -100,12 +105,11 @@ def _pre_tokenizer(pre: str) -> PreTokenizer:
     digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}.get(pre)
     if digits is None:
         raise UnsupportedModel(
-            f"The GGUF pre-tokenizer {pre!r} is not known here; serve this model from its Hugging Face folder instead."
+            f"The GGUF pre-tokenizer {pre!r} is not known here; "
+            "serve this model from its Hugging Face folder instead."
         )
     words = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
-    return pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _add_template(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -141,7 +141,7 @@ class LlamaModel:
         self._cos_sin = rope_table(config, device)
 
     def forward(self, batch: ForwardBatch, cache: KVCache, adapters: RankPagePool) -> torch.Tensor:
-        """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values to ``cache``."""
+        """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values."""
         x = embedding(batch.tokens, self._embeddings)
         residual: torch.Tensor | None = None
         for layer, kv, pools in zip(self._layers, cache.layers, adapters.layers, strict=True):
@@ -182,9 +182,7 @@ class _LayerLoader:
         return LoraLinear(weight, bias_row)
 
 
-def _converted(
-    source: WeightSource, name: str, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _converted(source: WeightSource, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor in memory of its own, never a view of the file."""
     return source.get(name).to(device=device, dtype=dtype, copy=True)
 

@@ -17,7 +17,7 @@ import torch
 from engine.model.config import ModelConfig, parse_hf_config
 from engine.model.errors import ModelNotAvailable, UnsupportedModel
 from engine.model.llama import LlamaModel
-from engine.model.weights import SafetensorsFolder, WeightSource
+from engine.model.weights import SafetensorsFolder
 
 __all__ = ["LoadedModel", "ModelNotAvailable", "UnsupportedModel", "load_model", "resolve_dtype"]
 
@@ -94,7 +94,9 @@ def _resolve(source: str) -> Path:
     if path.exists():
         raise ModelNotAvailable(f"{source} is neither a .gguf file nor a model folder.")
     if not _HUB_NAME.fullmatch(source) or source.endswith(".gguf"):
-        raise ModelNotAvailable(f"There is no model at {source}: name a .gguf file, a model folder or a hub name.")
+        raise ModelNotAvailable(
+            f"There is no model at {source}: name a .gguf file, a model folder or a hub name."
+        )
     return _fetch(source)
 
 
@@ -117,7 +119,9 @@ def _fetch(name: str) -> Path:
         ) from error
 
 
-def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> LoadedModel:
+def _load_gguf(
+    path: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None
+) -> LoadedModel:
     from engine.model.gguf import GgufFile, parse_gguf_config
     from engine.model.gguf_tokenizer import tokenizer_files
 
@@ -125,8 +129,9 @@ def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device, max_model_l
         digest = background.submit(_digest, [path])
         file = GgufFile(path)
         config = parse_gguf_config(file, max_model_len=max_model_len)
+        tokenizer = tokenizer_files(file.metadata)
         network = LlamaModel(config, file, dtype, device)
-        return LoadedModel(config, network, digest.result(), tokenizer_files(file.metadata), dtype, device)
+        return LoadedModel(config, network, digest.result(), tokenizer, dtype, device)
 
 
 def _load_folder(

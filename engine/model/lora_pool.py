@@ -28,9 +28,7 @@ class RankPagePool:
     one is the scheduler's knowledge, through the pages a step names.
     """
 
-    def __init__(
-        self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self._groups = {
             group: _GroupPages(config, group, num_pages, dtype, device) for group in PROJECTION_GROUPS
         }
@@ -62,9 +60,7 @@ class _GroupPages:
         self.splits = config.group_splits(group)
         layers, projections = config.num_layers, len(PROJECTION_GROUPS[group])
         width = config.group_in(group)
-        self.a = torch.zeros(
-            layers, num_pages, projections, RANK_PAGE, width, dtype=dtype, device=device
-        )
+        self.a = torch.zeros(layers, num_pages, projections, RANK_PAGE, width, dtype=dtype, device=device)
         self.b = torch.zeros(layers, num_pages, RANK_PAGE, self.splits[-1], dtype=dtype, device=device)
         self.scales = torch.zeros(layers, num_pages, projections, dtype=torch.float32, device=device)
 

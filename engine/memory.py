@@ -1,0 +1,122 @@
+"""How many KV blocks and rank pages the memory is worth."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.kv_cache import kv_block_bytes
+from engine.model.adapter_weights import pages_of_rank
+from engine.model.config import ModelConfig
+from engine.model.lora_pool import rank_page_bytes
+from kernels.plans import BLOCK_SIZE, RANK_PAGE
+
+_log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_CPU_KV_BYTES = 1 * _GIB
+"""A CPU's default: its memory is also everybody else's, so a share of it would be a bad neighbour."""
+
+
+class NotEnoughMemory(Exception):
+    """The memory allowed does not hold one request or one adapter; the message names the flag to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What the flags say, in bytes unless named otherwise; None: not given."""
+
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_gpu_blocks_override: int | None
+    lora_memory_bytes: int
+    max_lora_rank: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Counts of what is allocated once, at the start."""
+
+    num_blocks: int
+    num_rank_pages: int
+
+
+def plan_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, limits: MemoryLimits
+) -> MemoryPlan:
+    """Size the KV cache and the rank pages, once the weights are on the device; logs what fits.
+
+    Rank pages take ``lora_memory_bytes``. Blocks are counted by, in this order, the override, the bytes
+    given, or what is left: on a GPU the utilization's share of all memory less what is in use and what a
+    step needs; on a CPU 1 GiB, or less if less is free.
+
+    Raises:
+        NotEnoughMemory: an adapter of ``max_lora_rank`` or a request of ``max_model_len`` would not fit.
+    """
+    page_bytes, block_bytes = rank_page_bytes(config, dtype), kv_block_bytes(config, dtype)
+    num_pages = limits.lora_memory_bytes // page_bytes
+    needed_pages = pages_of_rank(limits.max_lora_rank)
+    if num_pages < needed_pages:
+        raise NotEnoughMemory(
+            f"--lora-memory-bytes {limits.lora_memory_bytes} has no room for rank {limits.max_lora_rank}, "
+            f"which needs {needed_pages * page_bytes}; raise it or lower --max-lora-rank."
+        )
+    if limits.num_gpu_blocks_override is not None:
+        num_blocks = limits.num_gpu_blocks_override
+    else:
+        kv_bytes = limits.kv_cache_memory_bytes
+        if kv_bytes is None:
+            kv_bytes = _memory_left(config, dtype, device, limits) - num_pages * page_bytes
+        num_blocks = kv_bytes // block_bytes
+    needed_blocks = -(-config.max_model_len // BLOCK_SIZE)
+    if num_blocks < needed_blocks:
+        raise NotEnoughMemory(
+            f"The KV cache would hold {max(0, num_blocks) * BLOCK_SIZE} tokens, less than one request of "
+            f"{config.max_model_len}, which needs {needed_blocks * block_bytes} bytes; lower --max-model-len "
+            "or raise --kv-cache-memory-bytes or --gpu-memory-utilization."
+        )
+    _log.info(
+        "KV cache: %d blocks of %d tokens, %d tokens in all (%.2f GiB); adapters: %d rank pages (%.2f GiB), "
+        "that is %d adapters of rank %d or less",
+        num_blocks,
+        BLOCK_SIZE,
+        num_blocks * BLOCK_SIZE,
+        num_blocks * block_bytes / _GIB,
+        num_pages,
+        num_pages * page_bytes / _GIB,
+        num_pages,
+        RANK_PAGE,
+    )
+    return MemoryPlan(num_blocks, num_pages)
+
+
+def _memory_left(config: ModelConfig, dtype: torch.dtype, device: torch.device, limits: MemoryLimits) -> int:
+    """Bytes for KV and adapters together."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * limits.gpu_memory_utilization) - (total - free)
+        return allowed - _step_bytes(config, dtype, limits)
+    return min(
+        _CPU_KV_BYTES + limits.lora_memory_bytes, int(_available_ram() * limits.gpu_memory_utilization)
+    )
+
+
+def _step_bytes(config: ModelConfig, dtype: torch.dtype, limits: MemoryLimits) -> int:
+    """What the largest step allocates for its activations and logits, rounded up generously."""
+    widths = (config.group_splits(group)[-1] + config.group_in(group) for group in ("qkv", "gate_up"))
+    activations = limits.max_num_batched_tokens * (4 * config.hidden_size + 2 * max(widths)) * dtype.itemsize
+    # Sampling sorts float32 logits: values and int64 indices, twice over.
+    logits = limits.max_num_seqs * config.vocab_size * 2 * (torch.float32.itemsize + torch.int64.itemsize)
+    return activations + logits
+
+
+def _available_ram() -> int:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert match is not None, "Linux states MemAvailable"
+    return int(match.group(1)) * 1024

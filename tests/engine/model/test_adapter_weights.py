@@ -1,0 +1,104 @@
+"""An adapter in rank pages holds exactly what its file says, whatever modules, layers and ranks it has."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from engine.model.adapter_weights import HostAdapter, read_adapter
+from engine.model.config import PROJECTION_GROUPS, ModelConfig
+from engine.model.loading import load_model
+from engine.model.lora_pool import RankPagePool, rank_page_bytes
+from tests.model_zoo import save_adapter, save_tiny_model
+
+PARENTS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, ModelConfig]:
+    folder = tmp_path_factory.mktemp("base")
+    model = save_tiny_model(folder)
+    return model, load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).config
+
+
+def delta(adapter: HostAdapter, config: ModelConfig, layer: int, group: str, m: int) -> torch.Tensor:
+    """B·A with its scale, as the kernels would compute it from the pages: [out, in]."""
+    weights, splits = adapter.groups[group], config.group_splits(group)
+    total = torch.zeros(splits[m + 1] - splits[m], config.group_in(group))
+    for page in range(adapter.num_pages):
+        b = weights.b[layer, page, :, splits[m] : splits[m + 1]]
+        total += weights.scales[layer, page, m] * (b.T @ weights.a[layer, page, m])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "options", "scale"),
+    [
+        (4, ("q_proj", "v_proj"), {}, lambda name: 2.0),
+        (16, ("k_proj", "down_proj"), {"use_rslora": True, "lora_alpha": 8}, lambda name: 8 / math.sqrt(16)),
+        (40, ("o_proj", "gate_proj", "up_proj"), {"layers_to_transform": [1]}, lambda name: 2.0),
+        (
+            8,
+            ("q_proj", "up_proj"),
+            {"rank_pattern": {"up_proj": 20}, "alpha_pattern": {"layers.2.mlp.up_proj": 60}},
+            lambda name: 3.0 if "layers.2.mlp" in name else 16 / 20 if "up_proj" in name else 2.0,
+        ),
+    ],
+)
+def test_pages_hold_the_adapter(
+    base: tuple[PreTrainedModel, ModelConfig],
+    tmp_path: Path,
+    rank: int,
+    targets: tuple[str, ...],
+    options: dict[str, Any],
+    scale: Any,
+) -> None:
+    model, config = base
+    folder = save_adapter(model, tmp_path / "adapter", rank=rank, targets=targets, seed=1, **options)
+    stored = load_file(folder / "adapter_model.safetensors")
+    adapter = read_adapter(folder, config, torch.float32, pin=False)
+    assert adapter.rank == max(rank, *options.get("rank_pattern", {"": 0}).values())
+    assert adapter.num_pages == math.ceil(adapter.rank / 16)
+    assert adapter.nbytes == adapter.num_pages * rank_page_bytes(config, torch.float32)
+    for layer in range(config.num_layers):
+        for group, projections in PROJECTION_GROUPS.items():
+            for m, projection in enumerate(projections):
+                name = f"base_model.model.model.layers.{layer}.{PARENTS[group]}.{projection}"
+                actual = delta(adapter, config, layer, group, m)
+                if f"{name}.lora_A.weight" in stored:
+                    a, b = stored[f"{name}.lora_A.weight"], stored[f"{name}.lora_B.weight"]
+                    torch.testing.assert_close(actual, scale(name) * b @ a)
+                else:
+                    assert adapter.groups[group].scales[layer, :, m].count_nonzero() == 0
+                    assert actual.count_nonzero() == 0
+
+
+def test_writing_overwrites_the_whole_page_and_no_other(
+    base: tuple[PreTrainedModel, ModelConfig], tmp_path: Path
+) -> None:
+    model, config = base
+    big = save_adapter(model, tmp_path / "big", rank=32, targets=("q_proj", "down_proj"), seed=1)
+    small = save_adapter(model, tmp_path / "small", rank=4, targets=("o_proj",), seed=2)
+    pool = RankPagePool(config, 4, torch.bfloat16, torch.device("cpu"))
+    first = read_adapter(big, config, torch.bfloat16, pin=False)
+    second = read_adapter(small, config, torch.bfloat16, pin=False)
+    pool.write((3, 1), first)
+    pool.write((3,), second)
+    for i, layer in enumerate(pool.layers):
+        for group, lora in layer._asdict().items():
+            was, now = first.groups[group], second.groups[group]
+            for tensors in (
+                (lora.a, was.a, now.a),
+                (lora.b, was.b, now.b),
+                (lora.scales, was.scales, now.scales),
+            ):
+                pages, old, new = tensors
+                assert torch.equal(pages[3], new[i, 0])
+                assert torch.equal(pages[1], old[i, 1])
+                assert pages[0].count_nonzero() == pages[2].count_nonzero() == 0

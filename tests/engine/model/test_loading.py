@@ -1,0 +1,121 @@
+"""From a path to a model: what is found, what is identified, and what is said when it is not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model.loading import ModelNotAvailable, UnsupportedModel, load_model, resolve_dtype
+from tests.model_zoo import save_tiny_model
+
+
+def load(source: Path | str) -> object:
+    return load_model(str(source), dtype="float32", device="cpu", max_model_len=None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_digest_is_of_contents(folder: Path, tmp_path: Path) -> None:
+    first = load_model(str(folder), dtype="float32", device="cpu", max_model_len=None)
+    assert len(first.digest) == 32
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    assert load_model(str(moved), dtype="bfloat16", device="cpu", max_model_len=64).digest == first.digest
+    weights = bytearray((moved / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (moved / "model.safetensors").write_bytes(weights)
+    assert load_model(str(moved), dtype="float32", device="cpu", max_model_len=None).digest != first.digest
+
+
+def test_tokenizer_files(folder: Path) -> None:
+    model = load_model(str(folder), dtype="float32", device="cpu", max_model_len=None)
+    assert model.tokenizer_files == {}
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "old"}')
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": templates})
+    )
+    files = load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).tokenizer_files
+    assert files["tokenizer.json"] == b"{}"
+    assert files["chat_template.jinja"] == b"D"
+    assert json.loads(files["tokenizer_config.json"]) == {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "chat_template.jinja").write_text("F")
+    files = load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).tokenizer_files
+    assert files["chat_template.jinja"] == b"F"
+
+
+def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotAvailable, match="no model at"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelNotAvailable, match=r"neither a \.gguf file nor"):
+        load(tmp_path / "notes.txt")
+    with pytest.raises(ModelNotAvailable, match=r"no config\.json"):
+        load(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotAvailable, match=r"no \.safetensors file"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, shard_size="40KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelNotAvailable, match=shard.name):
+        load(tmp_path)
+
+
+def test_a_damaged_file_and_a_wrong_shape_are_named(folder: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ModelNotAvailable, match=r"model\.safetensors is damaged"):
+        load(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    with pytest.raises(UnsupportedModel, match=r"gate_proj\.weight has the shape \(96, 64\)"):
+        load(folder)
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    calls: list[bool] = []
+
+    def unreachable(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        calls.append(local_files_only)
+        raise LocalEntryNotFoundError(name) if local_files_only else ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(
+        ModelNotAvailable, match=r"^Model some/model is not on disk and could not be fetched"
+    ) as e:
+        load("some/model")
+    assert calls == [True, False]
+    assert "\n" not in str(e.value)
+
+
+def test_a_hub_name_comes_from_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(folder))
+    assert load_model("some/model", dtype="float32", device="cpu", max_model_len=None).config.num_layers == 3
+
+
+def test_dtype_names() -> None:
+    cpu = torch.device("cpu")
+    assert resolve_dtype("float32", cpu) is torch.float32
+    assert resolve_dtype("bfloat16", cpu) is torch.bfloat16
+    assert resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert resolve_dtype("auto", cpu) in (torch.float32, torch.bfloat16)

@@ -1,0 +1,122 @@
+"""The real model: its weights and tokenizer as transformers reads them, its answers as peft gives them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from engine.model.adapter_weights import read_adapter
+from engine.model.gguf import GgufFile
+from engine.model.loading import LoadedModel, load_model
+from engine.runner import Runner
+from engine.step import StepAdapter
+from tests.engine.step_driver import Request, StepDriver
+from tests.model_zoo import save_adapter, smollm2_path
+from tests.oracles import Answer, PeftOracle, assert_only_ties
+
+NUM_BLOCKS = 1400
+TOKENS = 64
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea,",
+    "Water boils at",
+    "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
+@pytest.fixture(scope="module")
+def hf_model() -> PreTrainedModel:
+    path = smollm2_path()
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(str(smollm2_path()), dtype="float32", device="cpu", max_model_len=None)
+
+
+@pytest.fixture(scope="module")
+def adapters(hf_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    shapes = {
+        "r4": (4, ("q_proj", "v_proj")),
+        "r8": (8, ("gate_proj", "up_proj", "down_proj")),
+        "r16": (16, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        "r64": (64, ("k_proj", "o_proj", "down_proj")),
+    }
+    return {
+        name: save_adapter(hf_model, root / name, rank=rank, targets=targets, seed=rank, lora_alpha=rank // 2)
+        for name, (rank, targets) in shapes.items()
+    }
+
+
+def test_weights_are_those_that_transformers_dequantizes(hf_model: PreTrainedModel) -> None:
+    file = GgufFile(smollm2_path())
+    for name, expected in hf_model.state_dict().items():
+        if name != "lm_head.weight":
+            assert torch.equal(file.get(name), expected), name
+
+
+def test_token_ids_are_those_of_transformers_but_for_digits(model: LoadedModel) -> None:
+    """transformers' reading of the file loses the splitting of digits, so none are compared."""
+    path = smollm2_path()
+    expected = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    actual = Tokenizer.from_str(model.tokenizer_files["tokenizer.json"].decode())
+    sources = sorted(Path(torch.__file__).parent.glob("nn/modules/*.py"))
+    texts = [re.sub(r"\d", "", source.read_text()) for source in sources[:30]]
+    texts += ["Grüße aus Köln, ça va? 東京タワー 🗼 don't  they're\t\tI'LL <|im_start|>user\n\n\n x", "", " "]
+    for text in texts:
+        assert actual.encode(text).ids == expected(text)["input_ids"]
+
+
+def prompts(model: LoadedModel) -> list[tuple[int, ...]]:
+    """Twenty: five texts, each cut or repeated to four lengths, the longest of several chunks."""
+    tokenizer = Tokenizer.from_str(model.tokenizer_files["tokenizer.json"].decode())
+    made = []
+    for i, text in enumerate(TEXTS):
+        # Rotated by its number, so that the repeated ones do not all begin at the same word.
+        ids = (tokenizer.encode(text + " " + TEXTS[i - 1]).ids * 20)[i:]
+        made += [tuple(ids[:length]) for length in (4, 13, 40, 100)]
+    return made
+
+
+def test_interleaved_answers_are_pefts(
+    model: LoadedModel, hf_model: PreTrainedModel, adapters: dict[str, Path]
+) -> None:
+    """20 prompts by base and adapters of ranks 4, 8, 16 and 64: 100 requests of 64 tokens, in one batch."""
+    pages = {"r4": (6,), "r8": (3,), "r16": (0,), "r64": (5, 1, 4, 2)}
+    runner = Runner(model, num_blocks=NUM_BLOCKS, num_rank_pages=7)
+    placed: dict[str | None, StepAdapter | None] = {None: None}
+    for i, (name, folder) in enumerate(adapters.items(), start=1):
+        adapter = read_adapter(folder, model.config, model.dtype, pin=False)
+        runner.write_adapter(pages[name], adapter)
+        placed[name] = StepAdapter(i, pages[name], adapter.rank)
+    named = [
+        (name, Request(prompt, adapter, max_tokens=TOKENS))
+        for prompt in prompts(model)
+        for name, adapter in placed.items()
+    ]
+    StepDriver(runner, NUM_BLOCKS, token_budget=256).run([request for _, request in named])
+    answers = [Answer(name, tuple(request.prompt), tuple(request.tokens)) for name, request in named]
+    assert_only_ties(PeftOracle(hf_model, adapters).differences(answers))
+    changed = [
+        name
+        for name, request in named
+        if name is not None and request.tokens != base_tokens(named, request.prompt)
+    ]
+    assert len(changed) > 0.9 * 4 * 20, "adapters that change nothing would hide a mistake"
+
+
+def base_tokens(named: list[tuple[str | None, Request]], prompt: object) -> list[int]:
+    return next(request.tokens for name, request in named if name is None and request.prompt == prompt)

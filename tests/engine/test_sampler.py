@@ -1,0 +1,85 @@
+"""Each row's own parameters, and results that say which row failed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.sampler import build_sampling_batch, draw
+from engine.step import SamplingParams, StepRow
+
+CPU = torch.device("cpu")
+
+
+def row(seq_id: int, params: SamplingParams | None, *, banned: tuple[int, ...] = ()) -> StepRow:
+    return StepRow(seq_id, [1, 2], 10, (0,), sampling=params, banned_tokens=banned)
+
+
+def test_rows_without_sampling_have_no_result() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0]])
+    rows = (row(4, SamplingParams()), row(5, None), row(6, SamplingParams()))
+    assert [(r.seq_id, r.token, r.error) for r in draw(logits, rows).rows] == [(4, 1, None), (6, 0, None)]
+
+
+def test_positions_and_seeds_are_the_sequence_own() -> None:
+    seeds = (3, 2**63, 2**64 - 1)
+    batch = build_sampling_batch([row(i, SamplingParams(seed=seed)) for i, seed in enumerate(seeds)], CPU)
+    assert batch.positions.tolist() == [12, 12, 12]
+    assert batch.seeds.tolist() == [3, -(2**63), -1]
+    assert batch.all_greedy
+    assert batch.edits is None
+    assert not build_sampling_batch([row(1, SamplingParams(temperature=0.7))], CPU).all_greedy
+
+
+def test_a_row_that_is_not_finite_fails_alone() -> None:
+    logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, 9.0, 1.0], [float("inf"), 0.0, 0.0]])
+    results = draw(logits, [row(i, SamplingParams(logprobs=1)) for i in range(3)]).rows
+    assert [r.error is None for r in results] == [False, True, False]
+    assert results[0].error is not None and "not finite" in results[0].error
+    assert results[0].logprobs is None
+    assert results[1].token == 1
+
+
+def test_bans_that_leave_nothing_are_told_from_overflow() -> None:
+    banned = row(1, SamplingParams(), banned=(0, 1, 2))
+    (result,) = draw(torch.zeros(1, 3), [banned]).rows
+    assert result.error is not None and "no token" in result.error and "not finite" not in result.error
+
+
+def test_bias_and_bans_change_the_choice() -> None:
+    logits = torch.tensor([[1.0, 5.0, 4.0], [1.0, 5.0, 4.0]])
+    rows = (
+        row(1, SamplingParams(logit_bias=((0, 4.5),))),
+        row(2, SamplingParams(logit_bias=((1, 50.0),)), banned=(1,)),
+    )
+    assert [r.token for r in draw(logits, rows).rows] == [0, 2]
+
+
+def test_penalties_count_output_and_see_the_prompt() -> None:
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    penalized = replace(row(2, params, banned=(4,)), prompt_tokens=(7, 8, 7), output_tokens=(8, 3, 3))
+    edits = build_sampling_batch([row(1, SamplingParams()), penalized], CPU).edits
+    assert edits is not None
+    assert edits.rows.tolist() == [1, 1, 1, 1]
+    assert edits.tokens.tolist() == [3, 4, 7, 8]
+    assert edits.counts.tolist() == [2, 0, 0, 1]
+    assert edits.seen.tolist() == [True, False, True, True]
+    assert edits.biases.tolist() == [0.0, -math.inf, 0.0, 0.0]
+    assert edits.presence.tolist() == [0.0, 0.5]
+    assert edits.frequency.tolist() == [0.0, 0.25]
+    assert edits.repetition.tolist() == [1.0, 2.0]
+
+
+def test_each_row_gets_the_alternatives_it_asked_for() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    rows = [row(i, SamplingParams(logprobs=count)) for i, count in enumerate((2, 0, None))]
+    first, second, third = draw(logits, rows).rows
+    assert first.logprobs is not None and second.logprobs is not None
+    assert first.logprobs.top_tokens == (1, 2)
+    assert first.logprobs.chosen == pytest.approx(torch.log_softmax(logits[0], 0)[1].item())
+    assert first.logprobs.top_logprobs[0] == first.logprobs.chosen
+    assert second.logprobs.top_tokens == ()
+    assert third.logprobs is None
