@@ -17,7 +17,7 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 MAX_PATTERN_CHARS = 4096
-MAX_STEPS = 4_000_000
+MAX_STEPS = 2_000_000
 """For one adapter: several times what long expressions take over 80 layers, and seconds of one core."""
 
 _PLAIN = (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN)

@@ -81,7 +81,7 @@ def _read_raw(length_field: bytes, size: int, read: Any) -> bytes:
 def _entries(raw: bytes) -> dict[str, Any]:
     # Counted in the bytes first: parsing millions of entries would cost gigabytes before they could be
     # counted.
-    if any(raw.count(mark) > (MAX_TENSORS + 1) * each for mark, each in ((b":", 8), (b"[", 4), (b",", 16))):
+    if any(raw.count(mark) > (MAX_TENSORS + 1) * each for mark, each in ((b":", 5), (b"[", 3), (b",", 12))):
         raise InvalidAdapter(
             f"The weights file's header holds too many entries; the limit is {MAX_TENSORS} tensors."
         )

@@ -1,0 +1,126 @@
+"""A real HTTP server that speaks the adapters API as documented, and remembers what it was sent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+KEY = "lpx_abc_secret"
+
+
+@dataclass
+class FakeGateway:
+    """One tenant's adapters. `answer`, when set, is what every upload gets instead."""
+
+    adapters: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
+    received: int = 0
+    discard: bool = False
+    answer: Response | None = None
+    url: str = ""
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.middleware("http")
+        async def authenticate(request: Request, call_next: Any) -> Response:
+            self.requests.append(f"{request.method} {request.url.path}")
+            if request.headers.get("authorization") != f"Bearer {KEY}":
+                return _error(401, "The API key is not valid.")
+            return await call_next(request)
+
+        @app.post("/v1/adapters")
+        async def upload(request: Request) -> Response:
+            return await self._upload(request)
+
+        @app.get("/v1/adapters")
+        def show_all() -> dict[str, Any]:
+            return {"object": "list", "data": [versions[-1] for versions in self.adapters.values()]}
+
+        @app.get("/v1/adapters/{name}")
+        def show(name: str) -> Response:
+            if name not in self.adapters:
+                return _error(404, f"There is no adapter '{name}'.")
+            versions = self.adapters[name]
+            return JSONResponse(versions[-1] | {"versions": versions, "residency": {"engine-1": "device"}})
+
+        @app.delete("/v1/adapters/{name}")
+        def delete(name: str) -> Response:
+            if self.adapters.pop(name, None) is None:
+                return _error(404, f"There is no adapter '{name}'.")
+            return JSONResponse({"id": name, "object": "adapter.deleted", "deleted": True})
+
+        return app
+
+    async def _upload(self, request: Request) -> Response:
+        if self.discard:
+            async for chunk in request.stream():
+                self.received += len(chunk)
+            return JSONResponse(self._add("big"), 201)
+        async with request.form() as form:
+            self.fields = {key: value for key, value in form.items() if isinstance(value, str)}
+            for part in form.getlist("files"):
+                assert not isinstance(part, str) and part.filename is not None
+                self.files[part.filename] = await part.read()
+        return self.answer or JSONResponse(self._add(self.fields["name"]), 201)
+
+    def _add(self, name: str) -> dict[str, Any]:
+        versions = self.adapters.setdefault(name, [])
+        versions.append(
+            {
+                "id": f"{name}@{len(versions) + 1}",
+                "object": "adapter",
+                "name": name,
+                "version": len(versions) + 1,
+                "digest": "ab" * 32,
+                "rank": 4,
+                "bytes": 123_456,
+                "target_modules": ["q_proj", "down_proj"],
+                "base_model": "base/model",
+                "created": 1_700_000_000,
+            }
+        )
+        return versions[-1]
+
+
+def refusal(status: int, message: str) -> Response:
+    return _error(status, message)
+
+
+def plain(status: int, text: str) -> Response:
+    return PlainTextResponse(text, status)
+
+
+@contextmanager
+def serve(gateway: FakeGateway) -> Iterator[FakeGateway]:
+    """Serves on a free port of 127.0.0.1 in a thread, and fills in `url`."""
+    config = uvicorn.Config(
+        gateway.app(), host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    gateway.url = f"http://{host}:{port}"
+    try:
+        yield gateway
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _error(status: int, message: str) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status)

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from adapters.errors import InvalidAdapter
+from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, BaseModelShape
+from adapters.safetensors_header import MAX_HEADER_BYTES
+from adapters.validation import AdapterSummary, largest_weights_file, validate
+from tests.adapters.files import (
+    SHAPE,
+    Tensors,
+    config,
+    safetensors,
+    tensor_name,
+    tensors,
+    with_header,
+    write_adapter,
+)
+
+A0 = tensor_name("q_proj", 0, "A")
+
+
+def fault_of(folder: Path, **options: Any) -> InvalidAdapter:
+    with pytest.raises(InvalidAdapter) as error:
+        validate(folder, SHAPE, **options)
+    return error.value
+
+
+def test_a_valid_adapter(tmp_path: Path) -> None:
+    summary = validate(write_adapter(tmp_path), SHAPE)
+    assert summary == AdapterSummary(
+        digest=summary.digest,
+        rank=4,
+        num_tensors=8,
+        nbytes=sum(len(data) for _, _, data in tensors().values()),
+        base_model="base/model",
+        target_modules=("q_proj", "down_proj"),
+    )
+    assert len(summary.digest) == 32
+
+
+def digest(folder: Path, **contents: Any) -> bytes:
+    return validate(write_adapter(folder, **contents), SHAPE).digest
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "tensor order": {"weights": dict(sorted(tensors().items(), reverse=True))},
+    "infix": {"weights": tensors(infix=".default")},
+    "metadata": {"weights": safetensors(tensors(), {"format": "pt"})},
+    "key order": {"config_json": json.dumps(dict(reversed(config().items())), indent=3).encode()},
+    "base model's name": {"config_json": config(base_model_name_or_path="/home/me/model")},
+    "dropout": {"config_json": config(lora_dropout=0.5, peft_version="0.1")},
+    "order of modules": {"config_json": config(target_modules=["down_proj", "q_proj"])},
+    "regex": {"config_json": config(target_modules=r".*\.(q|down)_proj")},
+    "patterns that say the same": {"config_json": config(r=9, lora_alpha=1, rank_pattern={"proj|.*": 4},
+    alpha_pattern={".*": 8})},
+    "rslora of the same scale": {"config_json": config(use_rslora=True, lora_alpha=4)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("contents", SAME.values(), ids=SAME.keys())
+def test_digest_is_of_what_an_adapter_does(tmp_path: Path, contents: dict[str, Any]) -> None:
+    assert digest(tmp_path / "a") == digest(tmp_path / "b", **contents)
+
+
+def flipped(weights: Tensors, name: str) -> Tensors:
+    dtype, shape, data = weights[name]
+    return weights | {name: (dtype, shape, bytes([data[0] ^ 1]) + data[1:])}
+
+
+def cast(weights: Tensors, dtype: type[np.float16]) -> Tensors:
+    return {
+        name: ("F16", shape, np.frombuffer(data, np.float32).astype(dtype).tobytes())
+        for name, (_, shape, data) in weights.items()
+    }
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "alpha": {"config_json": config(lora_alpha=9)},
+    "alpha of one module": {"config_json": config(alpha_pattern={"down_proj": 9})},
+    "rslora": {"config_json": config(use_rslora=True)},
+    "one bit": {"weights": flipped(tensors(), A0)},
+    "last tensor's bit": {"weights": flipped(tensors(), tensor_name("down_proj", 1, "B"))},
+    "dtype": {"weights": cast(tensors(), np.float16)},
+    "another module": {
+        "weights": tensors("q_proj", "up_proj"),
+        "config_json": config(target_modules=["q_proj", "up_proj"]),
+    },
+    "fewer modules": {"weights": tensors("q_proj"), "config_json": config(target_modules=["q_proj"])},
+}
+
+
+@pytest.mark.parametrize("contents", OTHER.values(), ids=OTHER.keys())
+def test_digest_changes_with_what_an_adapter_does(tmp_path: Path, contents: dict[str, Any]) -> None:
+    assert digest(tmp_path / "a") != digest(tmp_path / "b", **contents)
+
+
+def test_swapping_two_tensors_of_one_shape_changes_the_digest(tmp_path: Path) -> None:
+    weights = tensors()
+    first, second = tensor_name("q_proj", 0, "A"), tensor_name("q_proj", 1, "A")
+    swapped = weights | {first: weights[second], second: weights[first]}
+    assert digest(tmp_path / "a") != digest(tmp_path / "b", weights=swapped)
+
+
+def with_value(name: str, dtype: str, bits: int, at: int) -> Tensors:
+    """The weights in a dtype, with one element of a tensor given by its bits."""
+    width = 4 if dtype == "F32" else 2
+    kind = np.dtype(f"<u{width}")
+    result: Tensors = {}
+    for key, (_, shape, _) in tensors().items():
+        values = np.full(shape, {"F32": 0x3F800000, "F16": 0x3C00, "BF16": 0x3F80}[dtype], kind)
+        if key == name:
+            values.flat[at] = bits
+        result[key] = (dtype, shape, values.tobytes())
+    return result
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("F32", 0x7F800000), ("F32", 0xFF800000), ("F32", 0x7FC00000), ("F32", 0xFFFFFFFF), ("F32", 0x7F800001),
+     ("F16", 0x7C00), ("F16", 0xFC00), ("F16", 0x7E00), ("BF16", 0x7F80), ("BF16", 0xFF80), ("BF16", 0x7FC0)],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [0, 17, -1])
+def test_nan_and_inf_are_refused_by_tensor(tmp_path: Path, dtype: str, bits: int, at: int) -> None:
+    name = tensor_name("down_proj", 1, "B")
+    error = fault_of(write_adapter(tmp_path, weights=with_value(name, dtype, bits, at)))
+    assert error.field_or_tensor == name and "NaN or Inf" in error.message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("F32", 0x7F7FFFFF), ("F16", 0x7BFF), ("BF16", 0x7F7F), ("F16", 1)]
+)
+def test_the_largest_and_smallest_numbers_are_fine(tmp_path: Path, dtype: str, bits: int) -> None:
+    validate(write_adapter(tmp_path, weights=with_value(A0, dtype, bits, 5)), SHAPE)
+
+
+def zeroed(side: str, *, minus: bool = False) -> Tensors:
+    """The weights with one side of every module all zero."""
+    zero = struct.pack("<f", -0.0 if minus else 0.0)
+    return {
+        name: (dtype, shape, zero * (len(data) // 4) if f"lora_{side}" in name else data)
+        for name, (dtype, shape, data) in tensors().items()
+    }
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+@pytest.mark.parametrize("minus", [False, True])
+def test_an_update_of_zero_is_refused_unless_allowed(tmp_path: Path, side: str, minus: bool) -> None:
+    folder = write_adapter(tmp_path, weights=zeroed(side, minus=minus))
+    assert "allow_zero" in fault_of(folder).message
+    assert validate(folder, SHAPE, allow_zero=True).num_tensors == 8
+
+
+def test_an_alpha_of_zero_is_an_update_of_zero(tmp_path: Path) -> None:
+    assert "allow_zero" in fault_of(write_adapter(tmp_path, config_json=config(lora_alpha=0))).message
+
+
+def test_one_module_with_an_effect_is_enough(tmp_path: Path) -> None:
+    weights = zeroed("B")
+    name = tensor_name("down_proj", 1, "B")
+    validate(write_adapter(tmp_path, weights=weights | {name: tensors()[name]}), SHAPE)
+
+
+def test_sides_of_different_modules_make_no_effect(tmp_path: Path) -> None:
+    """A of one module and B of another: each product is still zero."""
+    zero = {
+        name: (dtype, shape, data if ("q_proj" in name) == ("lora_A" in name) else bytes(len(data)))
+        for name, (dtype, shape, data) in tensors().items()
+    }
+    assert "allow_zero" in fault_of(write_adapter(tmp_path, weights=zero)).message
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_model.bin", "x.pt", "x.pkl"])
+def test_a_pickle_is_refused_with_the_mend(tmp_path: Path, name: str) -> None:
+    folder = write_adapter(tmp_path)
+    (folder / WEIGHTS_FILE).rename(folder / name)
+    error = fault_of(folder)
+    assert error.field_or_tensor == name and "safe_serialization" in error.message
+
+
+def test_a_pickle_under_the_right_name(tmp_path: Path) -> None:
+    assert "safetensors" in fault_of(write_adapter(tmp_path, weights=b"\x80\x02}q\x00(X\x01")).message
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "adapter_config.json.bak", "sub", "é\x1b"])
+def test_other_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = write_adapter(tmp_path)
+    (folder / name).mkdir() if name == "sub" else (folder / name).write_bytes(b"")
+    error = fault_of(folder)
+    assert error.field_or_tensor == name and error.message.isprintable()
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_adapter(tmp_path)
+    (folder / name).unlink()
+    assert fault_of(folder).field_or_tensor == name
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+@pytest.mark.parametrize(
+    "make", [os.symlink, lambda _, target: os.mkfifo(target), lambda _, target: os.mkdir(target)]
+)
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, name: str, make: Any) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    (folder / name).rename(tmp_path / name)
+    make(tmp_path / name, folder / name)
+    assert "regular file" in fault_of(folder).message
+
+
+def test_a_large_file_takes_little_memory_and_time(tmp_path: Path) -> None:
+    shape = BaseModelShape(num_layers=8, modules={"q_proj": (65_536, 65_536)}, max_lora_rank=128)
+    header, position = {}, 0
+    for layer in range(8):
+        for side, sizes in (("A", [128, 65_536]), ("B", [65_536, 128])):
+            end = position + 4 * sizes[0] * sizes[1]
+            entry = {"dtype": "F32", "shape": sizes, "data_offsets": [position, end]}
+            header[tensor_name("q_proj", layer, side)] = entry
+            position = end
+    folder = write_adapter(tmp_path, config_json=config(r=128, target_modules=["q_proj"]), weights=b"")
+    head = with_header(json.dumps(header).encode())
+    (folder / WEIGHTS_FILE).write_bytes(head)
+    os.truncate(folder / WEIGHTS_FILE, len(head) + position)
+    assert position == 512 * 1024 * 1024
+    tracemalloc.start()
+    begun = time.perf_counter()
+    summary = validate(folder, shape, allow_zero=True)
+    elapsed, peak = time.perf_counter() - begun, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert summary.nbytes == position
+    assert peak < 16 * 1024 * 1024
+    assert elapsed < 30
+
+
+def test_the_largest_weights_file_is_a_bound(tmp_path: Path) -> None:
+    everything = tensors(*SHAPE.modules, rank=SHAPE.max_lora_rank)
+    folder = write_adapter(
+        tmp_path, config_json=config(r=64, target_modules="all-linear"), weights=everything
+    )
+    validate(folder, SHAPE)
+    data = sum(len(data) for _, _, data in everything.values())
+    assert largest_weights_file(SHAPE) == data + MAX_HEADER_BYTES + 8
+
+
+# Fuzzing: whatever the files hold, the answer is a summary or InvalidAdapter, and soon.
+
+_json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_likely_names = st.sampled_from([*config(), "rank_pattern", "alpha_pattern", "layers_to_transform",
+"layers_pattern",
+                                 "exclude_modules", "use_rslora", "use_dora"])  # fmt: skip
+_likely_values = st.one_of(
+    _json_values,
+    st.sampled_from(
+        [4, 8, "q_proj", ["q_proj"], ".*", "all-linear", {"q_proj": 4}, {".*": 1}, [0], [0, 1], True]
+    ),
+    st.dictionaries(st.text(alphabet="q_proj.*()[]|\\d+?{}1", max_size=12), st.integers(0, 9), max_size=2),
+)
+_fuzz = settings(
+    max_examples=300,
+    deadline=2000,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def outcome(folder: Path, **contents: Any) -> AdapterSummary | None:
+    try:
+        return validate(write_adapter(folder, **contents), SHAPE)
+    except InvalidAdapter as error:
+        assert error.message and len(error.message) < 1200
+        return None
+
+
+@_fuzz
+@given(st.dictionaries(st.one_of(_likely_names, st.text(max_size=8)), _likely_values, max_size=4))
+@example({"r": 4})
+def test_fuzzed_fields(tmp_path: Path, changes: dict[str, Any]) -> None:
+    outcome(tmp_path, config_json=config(**changes))
+
+
+@_fuzz
+@given(st.binary(max_size=200))
+@example(b'{"peft_type":"LORA","r":' + b"9" * 5000 + b"}")
+def test_fuzzed_config_bytes(tmp_path: Path, raw: bytes) -> None:
+    assert outcome(tmp_path, config_json=raw) is None
+
+
+@_fuzz
+@given(st.data())
+def test_fuzzed_header(tmp_path: Path, data: st.DataObject) -> None:
+    """A good file with some fields of some tensors replaced."""
+    whole = safetensors(tensors())
+    (length,) = struct.unpack("<Q", whole[:8])
+    header: dict[str, Any] = json.loads(whole[8 : 8 + length])
+    for _ in range(data.draw(st.integers(1, 3))):
+        entry = header[data.draw(st.sampled_from(sorted(header)))]
+        key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+        number = st.integers(-4, 2**70) | st.integers(0, 64) | st.integers(0, 6000)
+        entry[key] = data.draw(
+            st.lists(number, max_size=3) | st.sampled_from(["F16", "F32", "BF16", "U8"]) | _json_values
+        )
+    outcome(tmp_path, weights=with_header(json.dumps(header).encode(), whole[8 + length :]))
+
+
+@_fuzz
+@given(st.data())
+def test_fuzzed_weights_bytes(tmp_path: Path, data: st.DataObject) -> None:
+    """A good file with a few bytes changed, or cut short, or with bytes added."""
+    whole = bytearray(safetensors(tensors("q_proj")))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, min(len(whole), 600) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.none() | st.integers(0, len(whole)))
+    raw = bytes(whole[:cut]) + data.draw(st.binary(max_size=4))
+    outcome(tmp_path, config_json=config(target_modules=["q_proj"]), weights=raw)
