@@ -102,10 +102,7 @@ def test_lists_and_shows(gateway: FakeGateway, folder: Path, run: Run) -> None:
     assert re.findall(r"^\S+@\d", listed.out, re.MULTILINE) == ["sql@2", "pirate@1"]
     shown = run("show", "sql")
     assert shown.out.startswith(f"sql@2  sha256:{'ab' * 32}\n")
-    assert (
-        re.findall(r"^sql@\d\s+4", shown.out, re.MULTILINE) == ["sql@1  4", "sql@2  4"]
-        or "sql@1" in shown.out
-    )
+    assert re.findall(r"^sql@\d", shown.out, re.MULTILINE) == ["sql@2", "sql@1", "sql@2"]
     assert "2023-11-14" in shown.out and shown.out.endswith("loaded on engine-1: device\n")
 
 
@@ -175,7 +172,7 @@ def test_a_server_that_is_not_there_is_exit_3(run: Run) -> None:
         ("list", "--api-key", ""),
         ("list", "--api-key", "k", "--url", "localhost:8000"),
         ("list", "--api-key", "k", "--url", "ftp://x"),
-        ("list", "--api-key", "k", "--url", "http://[x"),
+        ("list", "--api-key", "k", "--url", "http://x:port"),
         ("list", "--api-key", "schlüssel", "--url", "http://127.0.0.1:1"),
         ("show", "../etc"),
         ("delete", "a/b", "-y"),

@@ -47,9 +47,7 @@ async def test_one_blob_for_all_names_and_gone_with_the_last(registry: Registry,
 async def test_a_delete_between_publishing_and_registering(
     registry: Registry, store: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The upload finds the blob in the store; a delete then takes it before the upload's name refers to
-    it.
-    """
+    """The upload finds the blob there; a delete takes it before the upload's name refers to it."""
     await upload(registry, store, "acme", "old")
     add = registry.add_version
 
