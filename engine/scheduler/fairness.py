@@ -22,10 +22,10 @@ class Account:
 
     __slots__ = ("num_waiting", "served", "tenant", "weight")
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, served: float) -> None:
         self.tenant = tenant
         self.weight = 1.0
-        self.served = 0.0
+        self.served = served
         self.num_waiting = 0
 
 
@@ -38,10 +38,10 @@ class VirtualTokenCounters:
         self._sweep_at = 1024
 
     def account(self, tenant: str) -> Account:
-        """The tenant's account; a new one starts at 0, and is lifted by its first `arrive`."""
+        """The tenant's account; a new one starts at the floor."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = Account(tenant)
+            account = self._accounts[tenant] = Account(tenant, self._floor())
         return account
 
     def waiting(self) -> list[Account]:
@@ -77,7 +77,7 @@ class VirtualTokenCounters:
         return min(account.served for account in waiting) if waiting else self._last_departed
 
     def _sweep(self) -> None:
-        """Forgets idle tenants whom the lift would put where they are anyway. Amortised over arrivals."""
+        """Forgets tenants with nothing waiting whom the floor would lift anyway. Amortised over arrivals."""
         if len(self._accounts) < self._sweep_at:
             return
         floor = self._floor()

@@ -196,7 +196,7 @@ class Scheduler:
         running, all_fit, index = self._running, True, 0
         while index < len(running):
             seq = running[index]
-            if seq.num_missing == 1:
+            if len(seq.tokens) - seq.num_computed == 1:
                 if not self._tables.prepare_write(seq, step.copies):
                     self._preempt(running[-1])
                     all_fit = False
@@ -224,10 +224,13 @@ class Scheduler:
             return
         seats = self._limits.max_num_seqs - self._num_seats()
         for seq in self._waiting.fair_order():
-            if step.budget <= 0 or 1 + len(seq.siblings) > seats:
+            if step.budget <= 0:
                 return
+            # Asked even when no seat is free, so that an adapter is fetched while its sequence waits for one.
             if not self._gate.is_open(seq.request.adapter_digest, self._remaining_steps):
                 continue
+            if 1 + len(seq.siblings) > seats:
+                return
             if not self._tables.admit(seq, num_running=len(self._running)):
                 return
             seats -= 1 + len(seq.siblings)

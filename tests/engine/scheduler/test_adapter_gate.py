@@ -1,0 +1,246 @@
+"""Cold adapters: who steps aside, who goes on, and how long a cold one can be passed over."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from builders import Engine, FakeAdapter, expected_output, make_engine, make_request
+
+from engine.adapter_tiers import HostCopy
+from engine.scheduler.adapter_gate import Residency
+
+
+def step_until(engine: Engine, number: int, most: int = 2000) -> int:
+    """Steps until a request has started; returns how many steps that took."""
+    for steps in range(1, most):
+        if not engine.step().rows:
+            engine.wait_for_loads()
+        if ("link", number) in engine.started:
+            return steps
+    raise AssertionError("it never started")
+
+
+def hold_reads(engine: Engine) -> threading.Event:
+    """Makes loads take until the event is set."""
+    released = threading.Event()
+    read = engine.store.read
+
+    def slow_read(digest: bytes) -> FakeAdapter:
+        assert released.wait(10)
+        return read(digest)
+
+    engine.tiers._read = slow_read
+    return released
+
+
+def test_nobody_waits_for_another_ones_load() -> None:
+    engine = make_engine()
+    released = hold_reads(engine)
+    engine.store.add("cold")
+    engine.scheduler.add(make_request(20, request_id=1, adapter="cold"))
+    engine.scheduler.add(make_request(20, request_id=2))
+    assert len(engine.step().rows) == 1
+    assert ("link", 2) in engine.started and ("link", 1) not in engine.started
+    while ("link", 2, 0) not in engine.finished:
+        engine.step()
+    assert engine.step().rows == () and engine.scheduler.is_loading
+    released.set()
+    step_until(engine, 1)
+    engine.run()
+    assert engine.tokens["link", 1, 0] == expected_output(make_request(20, adapter="cold"))
+    engine.check_all_free()
+    engine.close()
+
+
+def test_a_load_starts_when_its_request_comes_even_if_all_seats_are_taken() -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.store.add("cold")
+    engine.scheduler.add(make_request(20, request_id=1, max_tokens=50))
+    engine.step()
+    engine.scheduler.add(make_request(20, request_id=2, adapter="cold"))
+    for _ in range(20):
+        engine.step()
+        engine.wait_for_loads()
+    assert [status.residency for status in engine.gate.statuses()] == [Residency.DEVICE]
+    assert ("link", 2) not in engine.started
+    engine.close()
+
+
+def test_a_load_that_fails_ends_its_requests_and_a_later_one_tries_again() -> None:
+    engine = make_engine()
+    engine.scheduler.add(make_request(20, request_id=1, adapter="late", n=2))
+    engine.run()
+    for choice in (0, 1):
+        assert engine.finished["link", 1, choice] == ("ERROR", "the store has no such adapter")
+    engine.store.add("late")
+    engine.scheduler.add(make_request(20, request_id=2, adapter="late"))
+    engine.run()
+    assert engine.finished["link", 2, 0][0] == "LENGTH"
+    engine.check_all_free()
+    engine.close()
+
+
+def test_a_copy_to_the_device_that_fails_ends_its_requests_alone() -> None:
+    engine = make_engine()
+    write = engine.runner.write_adapter
+
+    def broken_write(pages: list[int], copy: HostCopy) -> None:
+        if copy.rank == 32:
+            raise RuntimeError("out of luck")
+        write(pages, copy)
+
+    engine.gate._write = broken_write
+    engine.store.add("good")
+    engine.store.add("bad", rank=32)
+    for number, adapter in enumerate(("bad", "good")):
+        engine.scheduler.add(make_request(20, request_id=number, adapter=adapter))
+    engine.run()
+    reason, error = engine.finished["link", 0, 0]
+    assert reason == "ERROR" and "could not be copied to the device: out of luck" in error
+    assert engine.finished["link", 1, 0][0] == "LENGTH"
+    engine.check_all_free()
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [(16, 16), (8, 32)])
+def test_one_slot_and_a_flood_the_cold_one_starts_within_the_bound(ranks: tuple[int, int]) -> None:
+    """Pages for one of them; A, B, A, A, A, ... with A arriving faster than it finishes.
+
+    The bound: when it is B's turn, what runs with A may end, and nothing of A starts any more. So B waits
+    for one A's whole answer at most, besides its load and its turn.
+    """
+    tokens = 40
+    engine = make_engine(num_pages=max(1, ranks[1] // 16), max_num_seqs=4, num_blocks=128)
+    engine.store.add("a", ranks[0])
+    engine.store.add("b", ranks[1])
+    engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=tokens))
+    step_until(engine, 1)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="b", max_tokens=tokens))
+    number, steps = 3, 0
+    while ("link", 2) not in engine.started:
+        while len(engine.scheduler._waiting) < 6:
+            engine.scheduler.add(make_request(5, request_id=number, adapter="a", max_tokens=tokens))
+            number += 1
+        engine.step()
+        steps += 1
+        while engine.scheduler.is_loading and engine.tiers._done.empty():
+            engine.wait_for_loads()
+    assert steps <= tokens + 2
+    while ("link", 2, 0) not in engine.finished:
+        engine.step()
+    assert engine.tokens["link", 2, 0] == expected_output(make_request(5, adapter="b", max_tokens=tokens))
+    engine.close()
+
+
+def test_base_and_other_adapters_go_on_while_a_claim_stands() -> None:
+    engine = make_engine(num_pages=2, max_num_seqs=8, num_blocks=128)
+    for name in "abc":
+        engine.store.add(name, 16)
+    engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=30))
+    engine.scheduler.add(make_request(5, request_id=2, adapter="b", max_tokens=90))
+    step_until(engine, 1)
+    step_until(engine, 2)
+    engine.scheduler.add(make_request(5, request_id=3, adapter="c", max_tokens=5))
+    for _ in range(5):
+        engine.step()
+        engine.wait_for_loads()
+    for number, adapter in ((4, "a"), (5, "b"), (6, "")):
+        engine.scheduler.add(make_request(5, request_id=number, adapter=adapter, max_tokens=5))
+    engine.step()
+    assert ("link", 4) not in engine.started, "`a` ends soonest, so it is the victim, and takes no more"
+    assert ("link", 5) in engine.started and ("link", 6) in engine.started
+    assert step_until(engine, 3) <= 30
+    engine.run()
+    engine.check_all_free()
+    engine.close()
+
+
+def test_a_claim_ends_with_the_last_who_wanted_it() -> None:
+    engine = make_engine(num_pages=1)
+    engine.store.add("a", 16)
+    engine.store.add("b", 16)
+    engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=100))
+    step_until(engine, 1)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="b"))
+    for _ in range(5):
+        engine.step()
+        engine.wait_for_loads()
+    engine.scheduler.abort("link", 2)
+    engine.scheduler.add(make_request(5, request_id=3, adapter="a"))
+    assert step_until(engine, 3) == 1
+    engine.run()
+    engine.check_all_free()
+    engine.close()
+
+
+def test_many_cold_adapters_in_little_room_all_get_their_turn() -> None:
+    engine = make_engine(num_pages=2, num_blocks=128, host_bytes=150)
+    requests = []
+    for number in range(40):
+        name = f"adapter-{number % 8}"
+        engine.store.add(name, 16 if number % 8 else 32)
+        requests.append(make_request(10, request_id=number, adapter=name, tenant=f"t{number % 3}"))
+        engine.scheduler.add(requests[-1])
+    engine.run()
+    for request in requests:
+        assert engine.tokens["link", request.request_id, 0] == expected_output(request)
+    engine.check_all_free()
+    engine.close()
+
+
+def test_at_most_one_copy_to_the_device_delays_a_step() -> None:
+    engine = make_engine(num_pages=8)
+    writes: list[int] = []
+    write = engine.runner.write_adapter
+
+    def counting_write(pages: list[int], copy: HostCopy) -> None:
+        writes.append(engine.runner.num_steps)
+        write(pages, copy)
+
+    engine.gate._write = counting_write
+    engine.scheduler.add(make_request(5, request_id=0, max_tokens=60))
+    engine.step()
+    released = hold_reads(engine)
+    for number in range(1, 6):
+        engine.store.add(f"a{number}", 16)
+        engine.scheduler.add(make_request(5, request_id=number, adapter=f"a{number}"))
+    engine.step()
+    released.set()
+    while engine.tiers._done.qsize() < 5:
+        engine.wait_for_loads()
+    engine.run()
+    assert len(writes) == 5 and len(set(writes)) == 5
+    engine.close()
+
+
+def test_prefetch_answers_when_it_is_there_or_why_it_cannot_be() -> None:
+    engine = make_engine(num_pages=1)
+    answers: dict[str, str] = {}
+    for name in ("a", "b"):
+        engine.store.add(name)
+    for name in ("a", "b", "missing"):
+        digest = make_request(adapter=name).adapter_digest
+        engine.gate.prefetch(digest, lambda fault, name=name: answers.update({name: fault}))
+    for _ in range(200):
+        engine.step()
+        engine.wait_for_loads()
+    assert answers == {"a": "", "b": "", "missing": "the store has no such adapter"}
+    engine.close()
+
+
+def test_unload_waits_for_the_last_sequence_and_then_forgets_all_copies() -> None:
+    engine = make_engine()
+    digest = engine.store.add("a")
+    engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=10))
+    step_until(engine, 1)
+    engine.gate.unload(digest)
+    engine.step()
+    assert [(status.residency, status.references) for status in engine.gate.statuses()] == [
+        (Residency.DEVICE, 1)
+    ]
+    engine.run()
+    engine.step()
+    assert engine.gate.statuses() == []
+    assert engine.finished["link", 1, 0][0] == "LENGTH"
+    engine.close()
