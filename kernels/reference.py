@@ -81,6 +81,7 @@ def paged_attention(
         if count <= 0 or context <= 0:
             continue
         blocks = plan.block_tables[s, : -(-context // BLOCK_SIZE)].long()
+        assert (blocks >= 0).all(), "a block table ends before its context"
         keys, values = (
             _wide(cache[blocks].transpose(1, 2).flatten(0, 1)[:context]) for cache in (k_cache, v_cache)
         )

@@ -98,11 +98,12 @@ ALWAYS_INLINE void transpose_step(u32x16 *m, int size) {
 }
 
 /* One block's keys, [16 tokens][dim] to [dim words][16 tokens]; tokens from `valid` on are not read. */
-static void pack_keys(u32x16 *out, const element *tile, long valid, long dim) {
+ALWAYS_INLINE void pack_keys(u32x16 *out, const element *tile, long valid, long dim, int whole) {
     for (long d = 0; d < dim; d += WORD_ELEMENTS) {
         u32x16 m[16];
 #pragma GCC unroll 16
-        for (long t = 0; t < 16; t++) m[t] = load_words(tile + t * dim + d, t < valid ? dim - d : 0);
+        for (long t = 0; t < 16; t++) 
+            m[t] = load_words(tile + t * dim + d, whole ? WORD_ELEMENTS : t < valid ? dim - d : 0);
         transpose_step(m, 8);
         transpose_step(m, 4);
         transpose_step(m, 2);
@@ -112,27 +113,53 @@ static void pack_keys(u32x16 *out, const element *tile, long valid, long dim) {
 }
 
 /* One block's values, [16 tokens][dim] to words of PACK tokens; tokens from `valid` on are not read. */
-static void pack_values(u32x16 *out, const element *tile, long valid, long dim, long columns) {
+ALWAYS_INLINE void pack_values(u32x16 *out, const element *tile, long valid, long dim, long columns, int whole) {
     for (long t = 0; t < 16; t += PACK)
         for (long c = 0; c < columns; c++) {
-            u32x16 word = (u32x16)load_part(tile + t * dim + c * 16, t < valid ? dim - c * 16 : 0);
+            const element *values = tile + t * dim + c * 16;
+            long n = dim - c * 16;
+            u32x16 word = (u32x16)load_part(values, whole ? 16 : t < valid ? n : 0);
 #if PACK == 2
-            word = word >> 16 |
-                   (u32x16)load_part(tile + (t + 1) * dim + c * 16, t + 1 < valid ? dim - c * 16 : 0);
+            word = word >> 16 | (u32x16)load_part(values + dim, whole ? 16 : t + 1 < valid ? n : 0);
 #endif
             out[t / PACK * columns + c] = word;
         }
 }
 
-static void load_chunk(const Problem *p, Scratch *s, const Unit *u, long chunk, long blocks) {
+/* `whole`: all tokens are valid, and no row has a part of a vector; a constant, so that its checks vanish. */
+ALWAYS_INLINE void pack_block(const Problem *p, Scratch *s, long block, long tile, long valid, int whole) {
+    long columns = p->padded_dim / 16;
+    pack_keys(s->keys + block * p->padded_dim / PACK, p->k_cache + tile, valid, p->dim, whole);
+    pack_values(s->values + block * BLOCK_SIZE / PACK * columns, p->v_cache + tile, valid, p->dim, columns, whole);
+}
+
+/* Blocks lie anywhere in the pool, so the hardware cannot foresee the next one. */
+static void prefetch_block(const Problem *p, const Unit *u, long key) {
+    if (!u || key >= u->last_key) return;
+    long id = p->block_tables[u->seq * p->max_blocks + key / BLOCK_SIZE];
+    if (id < 0) return;
+    long tile = (id * p->num_kv_heads + u->kv_head) * BLOCK_SIZE * p->dim;
+    for (long i = 0; i < BLOCK_SIZE * p->dim; i += 64 / sizeof(element)) {
+        __builtin_prefetch(p->k_cache + tile + i, 0, 2); /* to the second level: it takes more at a time */
+        __builtin_prefetch(p->v_cache + tile + i, 0, 2);
+    }
+}
+
+static void load_chunk(const Problem *p, Scratch *s, const Unit *u, const Unit *next, long chunk, long blocks) {
     const int32_t *table = p->block_tables + u->seq * p->max_blocks;
-    long words = p->padded_dim / PACK, columns = p->padded_dim / 16;
+    int last_chunk = chunk + CHUNK >= u->last_key;
     for (long b = 0; b < blocks; b++) {
+        if (last_chunk)
+            prefetch_block(p, next, next ? next->first_key + b * BLOCK_SIZE : 0);
+        else
+            prefetch_block(p, u, chunk + CHUNK + b * BLOCK_SIZE);
         long first = chunk + b * BLOCK_SIZE, id = table[first / BLOCK_SIZE];
         long valid = id < 0 ? 0 : least(BLOCK_SIZE, p->context_lens[u->seq] - first);
         long tile = ((id < 0 ? 0 : id) * p->num_kv_heads + u->kv_head) * BLOCK_SIZE * p->dim;
-        pack_keys(s->keys + b * words, p->k_cache + tile, valid, p->dim);
-        pack_values(s->values + b * BLOCK_SIZE / PACK * columns, p->v_cache + tile, valid, p->dim, columns);
+        if (valid == BLOCK_SIZE && p->dim == p->padded_dim)
+            pack_block(p, s, b, tile, valid, 1);
+        else
+            pack_block(p, s, b, tile, valid, 0);
     }
 }
 
@@ -142,7 +169,8 @@ ALWAYS_INLINE u32x16 broadcast_word(const operand *p) {
     return word - (u32x16){0};
 }
 
-ALWAYS_INLINE void score_rows(const Problem *p, Scratch *s, long row, int rows, long blocks) {
+/* scores[row] = scale * queries[row] . keys; blocks beyond the chunk's last give anything, which is not used. */
+ALWAYS_INLINE void score_rows(const Problem *p, Scratch *s, long row, int rows) {
     long words = p->padded_dim / PACK;
     f32x16 acc[ROWS_AT_ONCE][CHUNK_BLOCKS] = {0};
     const operand *queries = s->queries + row * p->padded_dim;
@@ -155,7 +183,7 @@ ALWAYS_INLINE void score_rows(const Problem *p, Scratch *s, long row, int rows, 
                 acc[r][b] = multiply_add(acc[r][b], broadcast_word(queries + r * p->padded_dim + w * PACK), key);
         }
     for (int r = 0; r < rows; r++)
-        for (long b = 0; b < blocks; b++) {
+        for (int b = 0; b < CHUNK_BLOCKS; b++) {
             f32x16 scaled = acc[r][b] * p->scale;
             memcpy(s->scores + (row + r) * CHUNK + b * 16, &scaled, sizeof scaled);
         }
@@ -197,17 +225,17 @@ ALWAYS_INLINE void store_weights(operand *weights, f32x16 x) {
 }
 
 /* The online softmax of one row over the chunk, of which it sees the first `visible` keys. */
-static void update_softmax(const Problem *p, Scratch *s, long row, long visible, long blocks) {
+static void update_softmax(const Problem *p, Scratch *s, long row, long visible) {
     f32x16 scores[CHUNK_BLOCKS], highest = splat(-INFINITY), total = {0};
-    for (long b = 0; b < blocks; b++) {
+    for (int b = 0; b < CHUNK_BLOCKS; b++) {
         memcpy(&scores[b], s->scores + row * CHUNK + b * 16, sizeof scores[b]);
-        scores[b] = choose(lane_ids() + (int32_t)(b * 16) < (int32_t)visible, scores[b], splat(-INFINITY));
+        scores[b] = choose(lane_ids() + b * 16 < (int32_t)visible, scores[b], splat(-INFINITY));
         highest = maximum(scores[b], highest);
     }
     float before = s->highest[row], now = fmaxf(before, max_lanes(highest));
-    for (long b = 0; b < blocks; b++) {
+    for (int b = 0; b < CHUNK_BLOCKS; b++) {
         f32x16 weight = exp16(scores[b] - now);
-        weight = choose(lane_ids() + (int32_t)(b * 16) < (int32_t)visible, weight, splat(0.0f));
+        weight = choose(lane_ids() + b * 16 < (int32_t)visible, weight, splat(0.0f));
         total += weight;
         store_weights(s->weights + row * CHUNK + b * 16, weight);
     }
@@ -221,12 +249,12 @@ static void update_softmax(const Problem *p, Scratch *s, long row, long visible,
     s->total[row] += sum_lanes(total);
 }
 
-static void score_block(const Problem *p, Scratch *s, long row, long rows, long blocks) {
+static void score_block(const Problem *p, Scratch *s, long row, long rows) {
     switch (rows) {
-        case 1: score_rows(p, s, row, 1, blocks); break;
-        case 2: score_rows(p, s, row, 2, blocks); break;
-        case 3: score_rows(p, s, row, 3, blocks); break;
-        default: score_rows(p, s, row, 4, blocks);
+        case 1: score_rows(p, s, row, 1); break;
+        case 2: score_rows(p, s, row, 2); break;
+        case 3: score_rows(p, s, row, 3); break;
+        default: score_rows(p, s, row, 4);
     }
 }
 
@@ -279,14 +307,14 @@ static void weigh_chunk(const Problem *p, Scratch *s, const Unit *u, long chunk,
         weigh_block(p, s, hide_values(p, s, visible_keys(p, u, r, chunk), keys), r, 1, keys);
 }
 
-static void attend_chunk(const Problem *p, Scratch *s, const Unit *u, long chunk) {
+static void attend_chunk(const Problem *p, Scratch *s, const Unit *u, const Unit *next, long chunk) {
     long rows = u->tokens * p->group, blocks = (least(CHUNK, u->last_key - chunk) + BLOCK_SIZE - 1) / BLOCK_SIZE;
     long hidden_tokens = 1 - visible_keys(p, u, 0, chunk);
     long first_row = hidden_tokens > 0 ? hidden_tokens * p->group : 0;
-    load_chunk(p, s, u, chunk, blocks);
+    load_chunk(p, s, u, next, chunk, blocks);
     for (long r = first_row; r < rows; r += ROWS_AT_ONCE)
-        score_block(p, s, r, least(ROWS_AT_ONCE, rows - r), blocks);
-    for (long r = first_row; r < rows; r++) update_softmax(p, s, r, visible_keys(p, u, r, chunk), blocks);
+        score_block(p, s, r, least(ROWS_AT_ONCE, rows - r));
+    for (long r = first_row; r < rows; r++) update_softmax(p, s, r, visible_keys(p, u, r, chunk));
     weigh_chunk(p, s, u, chunk, first_row, rows, blocks * BLOCK_SIZE);
 }
 
@@ -318,10 +346,10 @@ static f32x16 *partial_row(const Problem *p, f32x16 *partials, long partial, lon
     return partials + (partial * p->group + row) * (p->padded_dim / 16 + 1);
 }
 
-static void run_unit(const Problem *p, Scratch *s, const Unit *u, f32x16 *partials) {
+static void run_unit(const Problem *p, Scratch *s, const Unit *u, const Unit *next, f32x16 *partials) {
     long columns = p->padded_dim / 16;
     begin_unit(p, s, u);
-    for (long chunk = u->first_key; chunk < u->last_key; chunk += CHUNK) attend_chunk(p, s, u, chunk);
+    for (long chunk = u->first_key; chunk < u->last_key; chunk += CHUNK) attend_chunk(p, s, u, next, chunk);
     for (long row = 0; row < u->tokens * p->group; row++) {
         if (u->partial < 0) {
             store_row(p, output_row(p, u, row), s->sums + row * columns, s->total[row]);
@@ -330,6 +358,24 @@ static void run_unit(const Problem *p, Scratch *s, const Unit *u, f32x16 *partia
         f32x16 *result = partial_row(p, partials, u->partial, row);
         memcpy(result, s->sums + row * columns, columns * sizeof(f32x16));
         result[columns] = (f32x16){s->highest[row], s->total[row]};
+    }
+}
+
+static Unit *take_unit(Unit *units, long *left) {
+    long i;
+#pragma omp atomic capture
+    i = --*left;
+    return i < 0 ? NULL : units + i;
+}
+
+/* Take units until none is left, each while the one before is still to be done, so that it can be prefetched.
+ * From the last on: prefill tiles, which take longest, are at the end. */
+static void run_units(const Problem *p, Scratch *s, Unit *units, long *left, f32x16 *partials) {
+    Unit *unit = take_unit(units, left);
+    while (unit) {
+        Unit *next = take_unit(units, left);
+        run_unit(p, s, unit, next, partials);
+        unit = next;
     }
 }
 
@@ -403,7 +449,7 @@ int paged_attention(element *out, const element *q, const element *k_cache, cons
     p.rows = p.tile_tokens * p.group;
     clear_unowned(&p, tokens);
 
-    long num_partials, failed = 0, num_units = plan_units(&p, NULL, &num_partials);
+    long num_partials, failed = 0, num_units = plan_units(&p, NULL, &num_partials), left = num_units;
     if (!num_units) return 0;
     Unit *units = malloc(num_units * sizeof(Unit));
     f32x16 *partials = allocate((num_partials * p.group + 1) * (p.padded_dim / 16 + 1) * sizeof(f32x16));
@@ -414,12 +460,10 @@ int paged_attention(element *out, const element *q, const element *k_cache, cons
             Scratch scratch;
             void *memory = make_scratch(&scratch, &p);
             failed += !memory;
-            /* From the last on: prefill tiles, which take longest, are at the end. */
-#pragma omp for schedule(dynamic, 1)
-            for (long i = num_units - 1; i >= 0; i--)
-                if (memory) run_unit(&p, &scratch, units + i, partials);
+            if (memory) run_units(&p, &scratch, units, &left, partials);
             free(memory);
-#pragma omp for schedule(static)
+#pragma omp barrier
+#pragma omp for
             for (long i = 0; i < num_units; i++)
                 if (units[i].partial >= 0 && units[i].first_key == 0) merge_segments(&p, partials, units + i);
         }

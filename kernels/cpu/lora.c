@@ -26,6 +26,7 @@ typedef struct {
     const int64_t *splits;
     const int32_t *rows, *segment_starts, *segment_pages, *segment_ranks;
     long num_segments, max_pages, num_projections, in, out;
+    long threads; /* that share the tiles: a thread's next tile lies so many tiles on */
 } Problem;
 
 ALWAYS_INLINE long live_ranks(const Problem *p, long segment, long page) {
@@ -42,21 +43,29 @@ ALWAYS_INLINE float *shrunk_row(const Problem *p, long entry, long page, long pr
     return p->shrunk + ((entry * p->max_pages + page) * p->num_projections + projection) * RANK_PAGE;
 }
 
+ALWAYS_INLINE void dot_step(const element **x, int rows, const element **rank, long d, long n, f32x16 *acc) {
+    u32x16 words[SHRINK_ROWS];
+    for (int r = 0; r < rows; r++) words[r] = load_words(x[r] + d, n);
+#pragma GCC unroll 8
+    for (int k = 0; k < SHRINK_RANKS; k++) {
+        u32x16 weights = load_words(rank[k] + d, n);
+        for (int r = 0; r < rows; r++)
+            acc[r * SHRINK_RANKS + k] = multiply_add(acc[r * SHRINK_RANKS + k], weights, words[r]);
+    }
+}
+
 /* `rows` rows times up to SHRINK_RANKS rank rows; a row or rank beyond the last repeats it. */
 ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, const element *a, long ranks, f32x16 *acc) {
     const element *rank[SHRINK_RANKS];
     for (int k = 0; k < SHRINK_RANKS; k++) rank[k] = a + least(k, ranks - 1) * p->in;
     for (int i = 0; i < rows * SHRINK_RANKS; i++) acc[i] = splat(0);
-    for (long d = 0; d < p->in; d += WORD_ELEMENTS) {
-        u32x16 words[SHRINK_ROWS];
-        for (int r = 0; r < rows; r++) words[r] = load_words(x[r] + d, p->in - d);
+    long whole = p->in / WORD_ELEMENTS * WORD_ELEMENTS, ahead = p->threads * SHRINK_RANKS * p->in;
+    for (long d = 0; d < whole; d += WORD_ELEMENTS) {
 #pragma GCC unroll 8
-        for (int k = 0; k < SHRINK_RANKS; k++) {
-            u32x16 weights = load_words(rank[k] + d, p->in - d);
-            for (int r = 0; r < rows; r++)
-                acc[r * SHRINK_RANKS + k] = multiply_add(acc[r * SHRINK_RANKS + k], weights, words[r]);
-        }
+        for (int k = 0; k < SHRINK_RANKS; k++) __builtin_prefetch(rank[k] + d + ahead, 0, 2);
+        dot_step(x, rows, rank, d, WORD_ELEMENTS, acc);
     }
+    if (whole < p->in) dot_step(x, rows, rank, whole, p->in - whole, acc);
 }
 
 static void shrink_tile(const Problem *p, long segment, long page, long projection, long first_rank, long first, long last) {
@@ -81,14 +90,14 @@ static void shrink_tile(const Problem *p, long segment, long page, long projecti
 }
 
 /* This thread's share of the tiles: they are dealt in turn. */
-static void shrink(const Problem *p, long thread, long threads) {
+static void shrink(const Problem *p, long thread) {
     long turn = 0;
     for (long n = 0; n < p->num_segments; n++)
         for (long page = 0; page < p->max_pages; page++)
             for (long m = 0; m < p->num_projections; m++)
                 for (long rank = 0; rank < live_ranks(p, n, page); rank += SHRINK_RANKS)
                     for (long first = p->segment_starts[n]; first < p->segment_starts[n + 1]; first += ROW_TILE) {
-                        if (turn++ % threads != thread || scale_of(p, n, page, m) == 0) continue;
+                        if (turn++ % p->threads != thread || scale_of(p, n, page, m) == 0) continue;
                         shrink_tile(p, n, page, m, rank, first, least(first + ROW_TILE, p->segment_starts[n + 1]));
                     }
 }
@@ -103,13 +112,17 @@ ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, 
         const element *b = p->b + id * RANK_PAGE * p->out + column;
         const float *v[EXPAND_ROWS];
         for (int r = 0; r < rows; r++) v[r] = shrunk_row(p, entry + r, page, projection);
-        for (long k = 0; k < live; k++)
+        for (long k = 0; k < live; k++) {
+            const element *next = b + k * p->out + p->threads * COLUMN_TILE;
+            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next + COLUMN_TILE / 2, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < EXPAND_VECTORS; c++) {
                 f32x16 weights = load_part(b + k * p->out + c * 16, width - c * 16);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) acc[r][c] += v[r][k] * weights;
             }
+        }
     }
     for (int r = 0; r < rows; r++) {
         element *y = p->y + p->rows[entry + r] * p->out + column;
@@ -120,7 +133,7 @@ ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, 
     }
 }
 
-static void expand_tile(const Problem *p, long segment, long projection, long column, long width) {
+ALWAYS_INLINE void expand_columns(const Problem *p, long segment, long projection, long column, long width) {
     long last = p->segment_starts[segment + 1];
     for (long entry = p->segment_starts[segment]; entry < last; entry += EXPAND_ROWS) switch (last - entry) {
             case 1: expand_rows(p, segment, projection, column, width, entry, 1); break;
@@ -130,12 +143,19 @@ static void expand_tile(const Problem *p, long segment, long projection, long co
         }
 }
 
-static void expand(const Problem *p, long thread, long threads) {
+static void expand_tile(const Problem *p, long segment, long projection, long column, long width) {
+    if (width == COLUMN_TILE)
+        expand_columns(p, segment, projection, column, COLUMN_TILE);
+    else
+        expand_columns(p, segment, projection, column, width);
+}
+
+static void expand(const Problem *p, long thread) {
     long turn = 0;
     for (long n = 0; n < p->num_segments; n++)
         for (long m = 0; m < p->num_projections; m++)
             for (long column = p->splits[m]; column < p->splits[m + 1]; column += COLUMN_TILE)
-                if (turn++ % threads == thread)
+                if (turn++ % p->threads == thread)
                     expand_tile(p, n, m, column, least(COLUMN_TILE, p->splits[m + 1] - column));
 }
 
@@ -151,9 +171,10 @@ void lora(const element *x, element *y, float *shrunk, const element *a, const e
     int parallel = threads > 1 && num_rows * max_pages * RANK_PAGE * (num_projections * in + out) >= PARALLEL_FROM;
 #pragma omp parallel num_threads(threads) if (parallel)
     {
-        long thread = omp_get_thread_num(), team = omp_get_num_threads();
-        if (x) shrink(&p, thread, team);
+        Problem shared = p;
+        shared.threads = omp_get_num_threads();
+        if (x) shrink(&shared, omp_get_thread_num());
 #pragma omp barrier
-        if (y) expand(&p, thread, team);
+        if (y) expand(&shared, omp_get_thread_num());
     }
 }

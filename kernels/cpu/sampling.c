@@ -136,33 +136,51 @@ static uint32_t find_threshold(const uint32_t *keys, const float *weights, long 
     return prefix;
 }
 
+/* The keys of logits from the threshold on. */
 static long collect(const Problem *p, Scratch *s, float threshold) {
     long count = 0;
-    for (long i = 0; i < p->vocab; i++)
-        if (s->z[i] >= threshold) s->keys[count++] = to_key(s->z[i]);
+    for (long first = 0; first < p->vocab; first += 16) {
+        if (!any_lane(*(const f32x16 *)(s->z + first) >= threshold)) continue;
+        for (long i = first; i < least(first + 16, p->vocab); i++)
+            if (s->z[i] >= threshold) s->keys[count++] = to_key(s->z[i]);
+    }
     return count;
+}
+
+static double mass_from(const Problem *p, const Scratch *s, float threshold, float highest) {
+    double total = 0;
+    for (long i = 0; i < p->vocab; i += 16) {
+        f32x16 z = *(const f32x16 *)(s->z + i);
+        total += sum_lanes(choose(z >= threshold, exp16(z - highest), splat(0)));
+    }
+    return total;
+}
+
+/* The lowest logit that top-p leaves of those from the threshold on. */
+static float filter_top_p(const Problem *p, Scratch *s, float threshold, float highest, float top_p) {
+    double target = top_p * mass_from(p, s, threshold, highest);
+    /* Nearly always the tokens close to the best one hold enough, and the many others need no search. */
+    float near = highest - 10;
+    if (near > threshold && mass_from(p, s, near, highest) > target * 1.0001) threshold = near;
+    long count = collect(p, s, threshold);
+    for (long i = 0; i < count; i += 16) {
+        u32x16 keys = *(const u32x16 *)(s->keys + i), positive = (u32x16)((i32x16)keys < 0);
+        f32x16 z = (f32x16)((positive & (keys & 0x7fffffffu)) | (~positive & ~keys));
+        f32x16 mass = exp16(z - highest);
+        memcpy(s->mass + i, &mass, sizeof mass);
+    }
+    return from_key(find_threshold(s->keys, s->mass, count, target));
 }
 
 /* The lowest logit that min-p, top-k and top-p leave, of z whose maximum is `highest`. */
 static float filter(const Problem *p, Scratch *s, long row, float highest) {
     float threshold = p->min_p[row] > 0 ? highest + logf(p->min_p[row]) : -INFINITY;
     int use_top_k = p->top_k[row] > 0 && p->top_k[row] < p->vocab, use_top_p = p->top_p[row] < 1;
-    if (!use_top_k && !use_top_p) return threshold;
-    long count = collect(p, s, threshold);
-    if (use_top_k && p->top_k[row] < count) {
-        threshold = from_key(find_threshold(s->keys, NULL, count, p->top_k[row]));
-        if (use_top_p) count = collect(p, s, threshold);
+    if (use_top_k) {
+        long count = collect(p, s, threshold);
+        if (p->top_k[row] < count) threshold = from_key(find_threshold(s->keys, NULL, count, p->top_k[row]));
     }
-    if (!use_top_p) return threshold;
-    double total = 0;
-    for (long i = 0; i < count; i += 16) {
-        u32x16 keys = *(const u32x16 *)(s->keys + i), positive = (u32x16)((i32x16)keys < 0);
-        f32x16 z = (f32x16)((positive & (keys & 0x7fffffffu)) | (~positive & ~keys));
-        f32x16 mass = choose(lane_ids() < (int32_t)(count - i), exp16(z - highest), splat(0));
-        memcpy(s->mass + i, &mass, sizeof mass);
-        total += sum_lanes(mass);
-    }
-    return from_key(find_threshold(s->keys, s->mass, count, p->top_p[row] * total));
+    return use_top_p ? filter_top_p(p, s, threshold, highest, p->top_p[row]) : threshold;
 }
 
 ALWAYS_INLINE uint32_t mix(uint32_t h) {
