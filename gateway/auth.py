@@ -16,7 +16,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -94,9 +93,10 @@ class Authenticator:
     async def close(self) -> None:
         """Ends the task that `start` began."""
         if self._follower:
-            self._follower.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._follower
+            # The Redis client can lose a cancellation that comes as its own timeout fires: ask again.
+            while not self._follower.done():
+                self._follower.cancel()
+                await asyncio.wait([self._follower], timeout=_HEARTBEAT_S)
 
     async def authenticate(self, header: str | None) -> Principal:
         """Returns whose key the header holds.
@@ -182,7 +182,8 @@ class Authenticator:
         while True:
             try:
                 async with self._redis.pubsub() as pubsub:
-                    await asyncio.wait_for(pubsub.subscribe(AUTH_CHANNEL), _LOOKUP_TIMEOUT_S)
+                    async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+                        await pubsub.subscribe(AUTH_CHANNEL)
                     await self._listen(pubsub)
             except (RedisError, OSError, TimeoutError) as error:
                 if self._pushed_since is not None:
@@ -197,7 +198,8 @@ class Authenticator:
         takes."""
         heard_at = time.monotonic()
         while True:
-            message = await asyncio.wait_for(pubsub.get_message(timeout=_HEARTBEAT_S), _SILENCE_S)
+            async with asyncio.timeout(_SILENCE_S):
+                message = await pubsub.get_message(timeout=_HEARTBEAT_S)
             if message is None:
                 if time.monotonic() - heard_at > _SILENCE_S:
                     raise TimeoutError
