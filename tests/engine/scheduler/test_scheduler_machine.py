@@ -1,0 +1,201 @@
+"""Random lives of random requests: nothing is lost, leaked, or owned twice, and every answer is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from builders import VOCAB_SIZE, Engine, digest_of, expected_output, make_engine, make_request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.sequence import Request
+
+ADAPTERS = {"small": 8, "same": 16, "medium": 20, "large": 48, "poison": 8, "too-large": 200, "missing": 8}
+LINKS = ("gateway-1", "gateway-2")
+
+
+class ManualThreads:
+    """Stands for the pool of load threads: a load runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        self.waiting.append(lambda: function(*args))
+        return Future()
+
+    def run(self, index: int = 0) -> None:
+        self.waiting.pop(index)()
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        self.waiting.clear()
+
+
+WISHES = st.fixed_dictionaries(
+    {
+        "base": st.integers(0, 1),
+        "length": st.integers(1, 60),
+        "adapter": st.sampled_from(["", "", "", *ADAPTERS]),
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "tenant": st.integers(0, 2),
+        "link": st.sampled_from(LINKS),
+        "max_tokens": st.integers(1, 60),
+        "priority": st.integers(-1, 1),
+        "patience": st.sampled_from([None, None, None, 50.0]),
+        "stop": st.sampled_from([False, False, True]),
+        "known": st.sampled_from([0, 0, 5, 20]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    engine: Engine
+    threads: ManualThreads
+
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        num_seqs=st.integers(3, 8),
+        budget=st.integers(8, 64),
+        caching=st.booleans(),
+        host_bytes=st.sampled_from([100, 1000]),
+    )
+    def start(self, num_blocks: int, num_seqs: int, budget: int, caching: bool, host_bytes: int) -> None:
+        self.now = 0.0
+        self.engine = make_engine(
+            num_blocks=num_blocks,
+            num_pages=3,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=budget,
+            max_num_waiting=30,
+            enable_prefix_caching=caching,
+            host_bytes=host_bytes,
+            clock=lambda: self.now,
+        )
+        self.threads = ManualThreads()
+        self.engine.tiers.close()
+        self.engine.tiers._pool = self.threads  # type: ignore[assignment]
+        for name, rank in ADAPTERS.items():
+            if name != "missing":
+                self.engine.store.add(name, rank, poison=name == "poison")
+        self.requests: dict[tuple[str, int], Request] = {}
+        self.number = 0
+
+    @rule(wishes=st.lists(WISHES, min_size=1, max_size=4))
+    def submit(self, wishes: list[dict[str, Any]]) -> None:
+        for wish in wishes:
+            self.number += 1
+            request = self._make(wish)
+            if len(request.prompt) < self.engine.pool.num_blocks * 16:
+                self.requests[wish["link"], self.number] = request
+                self.engine.scheduler.add(request)
+
+    def _make(self, wish: dict[str, Any]) -> Request:
+        arguments: dict[str, Any] = {
+            "prompt": [wish["base"] * 100 + index // 20 for index in range(wish["length"])],
+            "adapter": wish["adapter"],
+            "max_tokens": wish["max_tokens"],
+            "max_model_len": self.engine.pool.num_blocks * 16,
+            "stop": range(0, VOCAB_SIZE, 20) if wish["stop"] else (),
+        }
+        alone = wish["n"] == 1 and not wish["stop"]
+        known = expected_output(make_request(**arguments))[: wish["known"]] if alone else []
+        return make_request(
+            **arguments,
+            output=known,
+            request_id=self.number,
+            link=wish["link"],
+            n=wish["n"],
+            tenant=f"tenant-{wish['tenant']}",
+            scope="shared" if wish["tenant"] else "private",
+            weight=1.0 + wish["tenant"],
+            priority=wish["priority"],
+            arrival=self.now,
+            deadline=None if wish["patience"] is None else self.now + wish["patience"],
+        )
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        self._step(count)
+
+    @rule(count=st.integers(10, 30))
+    def step_on(self, count: int) -> None:
+        self._step(count)
+
+    def _step(self, count: int) -> None:
+        for _ in range(count):
+            plan = self.engine.step()
+            self.now += 1.0
+            if not plan.rows and not self.threads.waiting:
+                again = self.engine.step()
+                assert again.rows or not self.engine.scheduler.num_waiting, "somebody waits, for nothing"
+
+    @precondition(lambda self: self.threads.waiting)
+    @rule(data=st.data())
+    def finish_a_load(self, data: st.DataObject) -> None:
+        self.threads.run(data.draw(st.integers(0, len(self.threads.waiting) - 1)))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), choice=st.sampled_from([None, None, 0, 1, 2]))
+    def abort(self, data: st.DataObject, choice: int | None) -> None:
+        link, number = data.draw(st.sampled_from(sorted(self.requests)))
+        self.engine.scheduler.abort(link, number, choice)
+
+    @rule(
+        what=st.sampled_from(["disconnect", "failure", "unload", "unload", "prefetch", "prefetch"]),
+        link=st.sampled_from(LINKS),
+        adapter=st.sampled_from(sorted(ADAPTERS)),
+    )
+    def mishap(self, what: str, link: str, adapter: str) -> None:
+        scheduler, gate = self.engine.scheduler, self.engine.gate
+        if what == "disconnect":
+            scheduler.abort_link(link)
+            self.requests = {key: request for key, request in self.requests.items() if key[0] != link}
+        elif what == "failure":
+            scheduler.fail(scheduler.schedule(), "it broke")
+        elif what == "unload":
+            gate.unload(digest_of(adapter))
+        else:
+            gate.prefetch(digest_of(adapter), lambda fault: None)
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.collect()
+            self.engine.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            while self.threads.waiting:
+                self.threads.run()
+            self.engine.step()
+            self.now += 0.01
+            if not self.engine.scheduler.num_running + self.engine.scheduler.num_waiting:
+                break
+        self.engine.step()
+        self.engine.check_all_free()
+        for (link, number), request in self.requests.items():
+            for choice in range(len(request.sampling)):
+                self._check_answer((link, number, choice), request, choice)
+
+    def _check_answer(self, key: tuple[str, int, int], request: Request, choice: int) -> None:
+        reason, error = self.engine.finished[key]
+        tokens = self.engine.tokens.get(key, [])
+        expected = expected_output(request, choice)
+        assert tokens == expected[: len(tokens)], "an answer is not what the request gives alone"
+        if reason in ("LENGTH", "STOP"):
+            assert len(tokens) == len(expected)
+        if reason == "ERROR":
+            assert error
+        if request.adapter_digest == digest_of("poison"):
+            assert not tokens
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True, database=None
+)

@@ -1,0 +1,158 @@
+"""The loop: what crosses its two doors, and what it does when a step fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+
+import pytest
+from builders import Engine, FakeAdapter, digest_of, expected_output, make_engine, make_request
+
+from engine.loop import MAX_FAILED_STEPS, EngineLoop
+from engine.outputs import LinkOutput
+from engine.step import StepPlan
+
+
+class Running:
+    """A loop in its thread, and what it has delivered."""
+
+    def __init__(self, engine: Engine, news: threading.Event) -> None:
+        self.engine = engine
+        self.loop = EngineLoop(engine.scheduler, engine.runner, engine.gate, news)
+        self.fatal = threading.Event()
+        self.deliveries: list[Mapping[Hashable, LinkOutput]] = []
+        self.loop.start(self.deliveries.append, self.fatal.set)
+
+    def finished(self) -> dict[tuple[Hashable, int, int], tuple[str, str]]:
+        return {
+            (link, end.request_id, end.choice): (end.reason.name, end.error)
+            for news in list(self.deliveries)
+            for link, output in news.items()
+            for end in output.finished
+        }
+
+    def tokens(self, link: str, request_id: int) -> list[int]:
+        return [
+            token
+            for news in list(self.deliveries)
+            for number, token in zip(news[link].request_ids, news[link].tokens, strict=True)
+            if number == request_id
+        ]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    news = threading.Event()
+    engine = make_engine(wake=news.set)
+    made = Running(engine, news)
+    yield made
+    made.loop.stop()
+    engine.close()
+
+
+def test_a_request_comes_in_and_its_tokens_come_out(running: Running) -> None:
+    request = make_request(20, max_tokens=10)
+    running.loop.submit(request)
+    running.wait_for(lambda: bool(running.finished()))
+    assert running.tokens("link", 1) == expected_output(request)
+    assert all(len(news) == 1 for news in running.deliveries), "one delivery per step, by link"
+    assert len(running.deliveries) == 10
+
+
+def test_an_idle_loop_is_woken_by_a_load_that_ends(running: Running) -> None:
+    released = threading.Event()
+    running.engine.store.add("a")
+    read = running.engine.store.read
+
+    def slow_read(digest: bytes) -> FakeAdapter:
+        assert released.wait(10)
+        return read(digest)
+
+    running.engine.tiers._read = slow_read
+    running.loop.submit(make_request(adapter="a"))
+    running.wait_for(lambda: running.engine.scheduler.is_loading)
+    steps = running.engine.runner.num_steps
+    released.set()
+    running.wait_for(lambda: bool(running.finished()))
+    assert steps == 0 and running.finished()["link", 1, 0][0] == "LENGTH"
+
+
+def test_a_deadline_passes_in_an_idle_loop(running: Running) -> None:
+    released = threading.Event()
+    running.engine.tiers._read = lambda digest: released.wait(10) and FakeAdapter(digest)
+    running.loop.submit(make_request(adapter="stuck", deadline=time.monotonic() + 0.05))
+    running.wait_for(lambda: bool(running.finished()))
+    assert running.finished()["link", 1, 0][0] == "DEADLINE"
+    released.set()
+
+
+def test_a_failed_step_ends_its_own_requests_and_the_loop_goes_on(running: Running) -> None:
+    failures = iter([RuntimeError("once")])
+
+    def fail_once(plan: StepPlan) -> None:
+        for error in failures:
+            raise error
+
+    running.engine.runner.before = fail_once
+    running.loop.submit(make_request(request_id=1))
+    running.wait_for(lambda: len(running.finished()) == 1)
+    running.loop.submit(make_request(request_id=2))
+    running.wait_for(lambda: len(running.finished()) == 2)
+    reason, error = running.finished()["link", 1, 0]
+    assert reason == "ERROR" and "failed: RuntimeError" in error
+    assert running.finished()["link", 2, 0][0] == "LENGTH"
+    assert not running.fatal.is_set()
+    running.engine.check_all_free()
+
+
+def test_steps_that_keep_failing_end_the_loop(running: Running) -> None:
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("for good")
+
+    running.engine.runner.before = fail
+    for number in range(MAX_FAILED_STEPS):
+        assert not running.fatal.is_set()
+        running.loop.submit(make_request(request_id=number))
+        running.wait_for(lambda number=number: len(running.finished()) == number + 1)
+    assert running.fatal.wait(10)
+
+
+def test_draining_refuses_what_is_new_and_ends_what_runs(running: Running) -> None:
+    running.engine.runner.step_s = 0.002
+    running.loop.submit(make_request(request_id=1, max_tokens=20))
+    running.loop.drain()
+    running.loop.submit(make_request(request_id=2))
+    running.wait_for(lambda: len(running.finished()) == 2)
+    assert running.finished()["link", 1, 0][0] == "LENGTH"
+    reason, error = running.finished()["link", 2, 0]
+    assert reason == "REFUSED" and "about to stop" in error
+
+
+def test_status_prefetch_and_unload_are_answered(running: Running) -> None:
+    digest = running.engine.store.add("a", rank=20)
+    assert running.loop.prefetch(digest).result(10) == ""
+    status = running.loop.status().result(10)
+    assert (status.running, status.waiting, status.free_blocks) == (0, 0, 64)
+    (adapter,) = status.adapters
+    assert (adapter.digest, adapter.rank, adapter.num_pages) == (digest, 20, 2)
+    assert "no such adapter" in running.loop.prefetch(digest_of("missing")).result(10)
+    running.loop.unload(digest)
+    running.wait_for(lambda: not running.loop.status().result(10).adapters)
+
+
+def test_a_closed_link_frees_everything_within_a_step(running: Running) -> None:
+    running.engine.runner.step_s = 0.005
+    for number in range(5):
+        running.loop.submit(make_request(request_id=number, max_tokens=400, n=2))
+    running.wait_for(lambda: running.loop.status().result(10).running > 0)
+    running.loop.close_link("link")
+    status = running.loop.status().result(10)
+    assert (status.running, status.waiting, status.free_blocks) == (0, 0, 64)
+    assert running.finished() == {}

@@ -1,0 +1,121 @@
+"""What a client may ask for, and what it is told otherwise."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+
+from engine.block_pool import block_hashes, root_hash
+from engine.submission import InvalidSubmit, parse_submit
+from protos import engine_pb2 as pb
+
+MODEL = pb.ModelInfo(
+    digest=b"m" * 32,
+    vocab_size=1000,
+    max_model_len=100,
+    eos_token_ids=[2, 3],
+    dtype="float32",
+    num_rank_pages=4,
+    max_num_seqs=8,
+)
+
+
+def submit(**fields: Any) -> pb.Submit:
+    return pb.Submit(
+        **{"request_id": 1, "prompt_tokens": [1, 2, 3], "seeds": [5], "max_tokens": 10, **fields}
+    )
+
+
+def test_a_plain_request() -> None:
+    message = submit(adapter_digest=b"a" * 32, cache_scope=b"scope", tenant="t", weight=2.5, priority=-1)
+    request = parse_submit(message, "link", MODEL)
+    assert request.key == ("link", 1)
+    assert (request.tenant, request.weight, request.priority) == ("t", 2.5, -1)
+    assert request.max_len == 13 and request.deadline is None
+    assert request.stop_token_ids == {2, 3}
+    assert request.block_root == root_hash(b"m" * 32, "float32", b"a" * 32, b"scope")
+    (params,) = request.sampling
+    assert (params.temperature, params.top_p, params.repetition_penalty, params.seed) == (0.0, 1.0, 1.0, 5)
+    assert params.logprobs is None
+
+
+def test_all_sampling_fields_arrive() -> None:
+    sampling = pb.Sampling(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=40,
+        min_p=0.125,
+        presence_penalty=-1.5,
+        frequency_penalty=1.5,
+        repetition_penalty=1.25,
+        bias_tokens=[7, 8],
+        bias_values=[-100, 2.5],
+        logprobs=0,
+    )
+    request = parse_submit(submit(sampling=sampling, seeds=[1, 2**64 - 1]), "link", MODEL)
+    one, other = request.sampling
+    assert (one.temperature, one.top_p, one.top_k, one.min_p) == (0.5, 0.25, 40, 0.125)
+    assert (one.presence_penalty, one.frequency_penalty, one.repetition_penalty) == (-1.5, 1.5, 1.25)
+    assert one.logit_bias == ((7, -100.0), (8, 2.5)) and one.logprobs == 0
+    assert (one.seed, other.seed) == (1, 2**64 - 1)
+
+
+def test_lengths_end_and_deadline() -> None:
+    assert parse_submit(submit(max_tokens=0), "link", MODEL).max_len == 100
+    assert parse_submit(submit(max_tokens=5000), "link", MODEL).max_len == 100
+    request = parse_submit(
+        submit(ignore_eos=True, stop_token_ids=[9], output_tokens=[4, 5], deadline_ms=1500), "link", MODEL
+    )
+    assert request.max_len == 13, "max_tokens counts from the end of the prompt"
+    assert request.stop_token_ids == {9}
+    assert request.deadline is not None and 1.0 < request.deadline - time.monotonic() <= 1.5
+    hashed = parse_submit(submit(prompt_tokens=range(20), output_tokens=range(20)), "link", MODEL)
+    assert hashed.prompt_hashes == block_hashes(hashed.block_root, [*range(20), *range(20)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt_tokens": []}, "no tokens"),
+        ({"prompt_tokens": range(100)}, "has 100 tokens, and the model's length is 100"),
+        ({"prompt_tokens": [1000]}, "prompt_tokens has a token beyond the model's vocabulary of 1000"),
+        ({"output_tokens": [2**32 - 1]}, "output_tokens has a token beyond"),
+        ({"output_tokens": [1], "seeds": [1, 2]}, "only a request with one choice"),
+        ({"prompt_tokens": range(60), "output_tokens": range(50)}, "110 tokens exceed"),
+        ({"stop_token_ids": [1000]}, "stop_token_ids has a token beyond"),
+        ({"seeds": []}, "0 choices: this engine takes 1 to 8"),
+        ({"seeds": range(9)}, "9 choices"),
+        ({"adapter_digest": b"short"}, "adapter_digest has 5 bytes instead of 32"),
+        ({"cache_scope": b"x" * 257}, "cache_scope is over 256 bytes"),
+        ({"weight": -1.0}, "weight is -1.0"),
+        ({"weight": math.nan}, "weight is nan"),
+        ({"min_tokens": 11}, "min_tokens (11) is more than max_tokens (10)"),
+        ({"sampling": pb.Sampling(temperature=-0.5)}, "temperature is -0.5"),
+        ({"sampling": pb.Sampling(temperature=math.nan)}, "temperature is nan"),
+        ({"sampling": pb.Sampling(temperature=math.inf)}, "temperature is inf"),
+        ({"sampling": pb.Sampling(top_p=1.5)}, "top_p is 1.5"),
+        ({"sampling": pb.Sampling(min_p=-1)}, "min_p is -1.0"),
+        ({"sampling": pb.Sampling(repetition_penalty=-1)}, "repetition_penalty is -1.0"),
+        ({"sampling": pb.Sampling(presence_penalty=math.nan)}, "presence_penalty is not a finite"),
+        ({"sampling": pb.Sampling(frequency_penalty=math.inf)}, "frequency_penalty is not a finite"),
+        ({"sampling": pb.Sampling(bias_tokens=[1])}, "differ in length"),
+        ({"sampling": pb.Sampling(bias_tokens=[1000], bias_values=[1])}, "bias_tokens has a token beyond"),
+        ({"sampling": pb.Sampling(bias_tokens=[1], bias_values=[math.nan])}, "not finite"),
+        ({"sampling": pb.Sampling(logprobs=21)}, "logprobs is 21; it can be at most 20"),
+    ],
+)
+def test_what_is_out_of_range_is_named(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidSubmit) as caught:
+        parse_submit(submit(**fields), "link", MODEL)
+    assert sentence in str(caught.value)
+
+
+def test_an_engine_without_pages_takes_no_adapters() -> None:
+    model = pb.ModelInfo()
+    model.CopyFrom(MODEL)
+    model.num_rank_pages = 0
+    with pytest.raises(InvalidSubmit, match="no memory for adapters"):
+        parse_submit(submit(adapter_digest=b"a" * 32), "link", model)
