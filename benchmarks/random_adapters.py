@@ -1,0 +1,49 @@
+"""Adapters of random weights in PEFT's format, for SmolLM2-135M: to measure with, not to talk to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+NUM_LAYERS = 30
+HIDDEN, KEYS_AND_VALUES, INTERMEDIATE = 576, 192, 1536
+# Inputs and outputs of every linear layer.
+MODULES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN, KEYS_AND_VALUES),
+    "self_attn.v_proj": (HIDDEN, KEYS_AND_VALUES),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
+    "mlp.up_proj": (HIDDEN, INTERMEDIATE),
+    "mlp.down_proj": (INTERMEDIATE, HIDDEN),
+}
+
+
+def write_adapter(folder: Path, *, rank: int, seed: int) -> None:
+    """Write an adapter of all linear layers into a new folder; its weights are small and change little."""
+    generator = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(name.split(".")[1] for name in MODULES),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    weights: dict[str, np.ndarray] = {}
+    for layer in range(NUM_LAYERS):
+        for name, (inputs, outputs) in MODULES.items():
+            stem = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{stem}.lora_A.weight"] = _normal(generator, (rank, inputs), inputs**-0.5)
+            weights[f"{stem}.lora_B.weight"] = _normal(generator, (outputs, rank), 0.01)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _normal(generator: np.random.Generator, shape: tuple[int, int], deviation: float) -> np.ndarray:
+    return (generator.standard_normal(shape, dtype=np.float32) * deviation).astype(np.float16)
