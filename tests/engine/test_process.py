@@ -1,0 +1,154 @@
+"""``python -m engine`` as a process: ready, serving, announced, drained, and its exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from redis import Redis
+
+from protos import engine_pb2 as pb
+from protos import engine_pb2_grpc as pb_grpc
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model's folder."""
+    spec = importlib.util.spec_from_file_location("model_zoo", ROOT / "tests" / "model_zoo.py")
+    assert spec is not None and spec.loader is not None
+    zoo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(zoo)
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    zoo.save_tiny_model(folder)
+    return folder
+
+
+class Process:
+    """A running engine, its log so far, and where it serves."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "engine", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        with self.popen.stderr as stream:
+            for line in stream:
+                self.lines.append(line)
+                if "engine ready on" in line:
+                    self._ready.set()
+        self._ready.set()
+
+    def wait_until_ready(self) -> str:
+        """Returns ``host:port``."""
+        assert self._ready.wait(60)
+        match = re.search(r"engine ready on (\S+) after [\d.]+ s: (.*)", "".join(self.lines))
+        assert match, "".join(self.lines)
+        assert "tiny in float32" in match[2] and "rank pages" in match[2]
+        return match[1]
+
+    def wait(self) -> int:
+        status = self.popen.wait(30)
+        self._reader.join()
+        return status
+
+
+@contextmanager
+def engine(model: Path, tmp_path: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(
+        ["--model", str(model), "--port", "0", "--store", str(tmp_path / "store"), "--dtype", "float32",
+         "--kv-cache-memory-bytes", "8MiB", "--lora-memory-bytes", "8MiB", *arguments]
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.wait()
+
+
+def submit(max_tokens: int) -> pb.LinkRequest:
+    return pb.LinkRequest(
+        submit=pb.Submit(
+            request_id=1, prompt_tokens=[5, 6, 7], seeds=[0], max_tokens=max_tokens, ignore_eos=True
+        )
+    )
+
+
+def test_an_engine_serves_is_announced_drains_and_ends(model: Path, tmp_path: Path, valkey_url: str) -> None:
+    with engine(model, tmp_path, "--redis-url", valkey_url) as process:
+        address = process.wait_until_ready()
+        with grpc.insecure_channel(address) as channel, Redis.from_url(valkey_url) as redis:
+            stub = pb_grpc.EngineStub(channel)
+            info = stub.GetModelInfo(pb.GetModelInfoRequest())
+            assert info.architecture and info.vocab_size == 320 and len(info.digest) == 32
+            requests = iter([submit(200)])
+            hold = threading.Event()
+
+            def messages() -> Iterator[pb.LinkRequest]:
+                yield from requests
+                hold.wait(60)
+
+            answers = stub.Link(messages())
+            tokens = list(next(answers).tokens)
+            assert any(address.encode() in key for key in redis.keys("loraplex:*")), "a lease is there"
+            process.popen.send_signal(signal.SIGTERM)
+            reason = 0
+            for answer in answers:
+                tokens += answer.tokens
+                reason = max([reason, *(end.reason for end in answer.finished)])
+                if reason:
+                    break
+            assert (len(tokens), reason) == (200, pb.FINISH_REASON_LENGTH), "what runs is finished first"
+            hold.set()
+            assert process.wait() == 0
+            assert not any(b"lease" in key for key in redis.keys("loraplex:*")), "the lease is withdrawn"
+        assert not any("Traceback" in line for line in process.lines), "".join(process.lines)
+
+
+def test_ctrl_c_does_not_wait_for_requests_and_a_taken_port_is_said(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path) as process:
+        address = process.wait_until_ready()
+        port = address.rpartition(":")[2]
+        with engine(model, tmp_path, "--port", port) as second:
+            assert second.wait() == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in second.lines[-1]
+        with grpc.insecure_channel(address) as channel:
+            hold = threading.Event()
+
+            def messages() -> Iterator[pb.LinkRequest]:
+                yield submit(400)
+                hold.wait(60)
+
+            next(pb_grpc.EngineStub(channel).Link(messages()))
+            process.popen.send_signal(signal.SIGINT)
+            assert process.wait() == 0
+            hold.set()
+        assert not any("Traceback" in line for line in process.lines), "".join(process.lines)
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    with engine(tmp_path / "nowhere", tmp_path) as process:
+        assert process.wait() == 1
+        assert len(process.lines) == 1 and "nowhere" in process.lines[0] and "ERROR" in process.lines[0]

@@ -1,0 +1,86 @@
+"""The engine's lease: published, renewed, withdrawn, and what is said when Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import pytest
+from redis.asyncio import Redis
+
+from adapters.leases import EngineLease, EngineLeases
+from engine import registration as registration_module
+from engine.registration import Registration
+
+
+def lease(running: int = 0) -> EngineLease:
+    return EngineLease(
+        "127.0.0.1:1", "127.0.0.1:1", "model", b"m" * 32, 512, {"ab": "device"}, running=running
+    )
+
+
+async def live(url: str) -> list[EngineLease]:
+    async with Redis.from_url(url) as redis:
+        return await EngineLeases(redis).live()
+
+
+async def test_the_lease_is_renewed_and_withdrawn(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration_module, "RENEW_SECONDS", 0.01)
+    count = 0
+
+    async def make_lease() -> EngineLease:
+        nonlocal count
+        count += 1
+        return lease(running=count)
+
+    registration = Registration(valkey_url, make_lease)
+    registration.start()
+    async with asyncio.timeout(10):
+        while count < 3:
+            await asyncio.sleep(0.01)
+    (found,) = await live(valkey_url)
+    assert found.running >= 2 and found.residency == {"ab": "device"}
+    await registration.stop()
+    assert await live(valkey_url) == []
+
+
+async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(
+    valkey_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="engine.registration")
+
+    async def make_lease() -> EngineLease:
+        return lease()
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    registration = Registration(closed, make_lease)
+    for _ in range(3):
+        await registration.renew()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Redis is away" in caplog.text
+    await registration._redis.aclose()
+    registration._redis = Redis.from_url(valkey_url)
+    registration._leases = EngineLeases(registration._redis)
+    for _ in range(3):
+        await registration.renew()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "Redis is back" in caplog.text
+    assert len(await live(valkey_url)) == 1
+    await registration.stop()
+
+
+async def test_stopping_without_redis_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def make_lease() -> EngineLease:
+        return lease()
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    registration = Registration(closed, make_lease)
+    registration.start()
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        await registration.stop()
