@@ -14,10 +14,11 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX_ROUNDS = 1_000_000
 _MAX_REPEATED_CHARS = 10_000_000
@@ -154,7 +155,7 @@ class _Rounds(Extension):
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox, whose loops and macros spend from the budget, and whose products stay small."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = {"*", "**"}  # noqa: RUF012 - jinja2 declares it so
 
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False

@@ -127,7 +127,8 @@ class EngineFleet:
     async def changed(self, timeout_s: float) -> None:
         """See Placer."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._change.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._change.wait()
 
     def _on_link_change(self, link: EngineLink) -> None:
         if link.ready and link.info:

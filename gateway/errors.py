@@ -151,12 +151,7 @@ async def _on_validation_error(_: Request, error: Exception) -> Response:
 
 def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     """Returns the 400 for pydantic's list of faults: `param` names the field as `messages[0].content`."""
-    # Of a field with several permitted types, pydantic tells a fault per type; the deepest one knows the most.
-    # An unknown or unsupported field goes first: it is often why the rest does not fit.
-    fault = min(
-        faults,
-        key=lambda fault: (fault["type"] not in ("extra_forbidden", "unsupported"), -len(fault["loc"])),
-    )
+    fault = min(faults, key=_rank)
     param = fault["ctx"]["field"] if fault["type"] == "field_conflict" else _param_of(fault["loc"])
     if fault["type"] == "json_invalid":
         return invalid_request("The request's body is not valid JSON.", code="invalid_json")
@@ -174,6 +169,17 @@ def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
         f"Invalid value for '{param}': {fault['msg']}." if param else f"Invalid request: {fault['msg']}."
     )
     return invalid_request(message, param=param, code="invalid_value")
+
+
+def _rank(fault: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Orders faults by how much they tell.
+
+    An unknown or unsupported field is often why the rest does not fit. Of a field with several permitted types,
+    pydantic tells a fault per type: one of another kind than "wrong type" is about the type that was meant, and a deep
+    one knows more than a shallow one.
+    """
+    known = fault["type"] not in ("extra_forbidden", "unsupported")
+    return known, fault["type"].endswith("_type"), -len(fault["loc"])
 
 
 def _param_of(location: Sequence[str | int]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -137,7 +138,7 @@ class ChatFormat:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return event(self._chunk_head | {"choices": [choice]} | self._tail)
 
-    def _logprobs_of(self, tokens: list[TokenInfo]) -> dict[str, Any]:
+    def _logprobs_of(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
         return {"content": [self._token_logprobs(token) for token in tokens], "refusal": None}
 
     def _token_logprobs(self, token: TokenInfo) -> dict[str, Any]:

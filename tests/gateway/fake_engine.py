@@ -1,0 +1,254 @@
+"""An engine that speaks the wire contract and computes nothing: tokens are a hash of seed, position and last token.
+
+So the tokens of a choice depend on what a real engine's depend on, and a choice continues elsewhere with the same
+text. Serves on a real socket; as a program, it is a process that tests can kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import struct
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from adapters.leases import EngineLease, EngineLeases
+from protos import engine_pb2 as pb
+from protos.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+
+EOS = 257
+FAILING_DIGEST = b"\xee" * 32
+MODEL = "tiny"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer: 256 bytes, the specials of ChatML, and no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    assert tokenizer.token_to_id("<|im_end|>") == EOS
+    # Pieces of text that random tokens make readable, and characters of several bytes.
+    tokenizer.add_tokens([f"w{index}" for index in range(200)] + ["→", "🙂", "日本", "END"])
+    return tokenizer
+
+
+TOKENIZER_FILES = {
+    "tokenizer.json": make_tokenizer().to_str().encode(),
+    "tokenizer_config.json": json.dumps({"eos_token": "<|im_end|>"}).encode(),
+    "chat_template.jinja": CHAT_TEMPLATE.encode(),
+}
+VOCAB_SIZE = 512
+
+
+@dataclass
+class Choice:
+    request: pb.Submit
+    index: int
+    seed: int
+    tokens: list[int]
+
+
+def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
+    """The token after `tokens`; a pure function of what the contract says it may depend on."""
+    sampled_by = 0 if request.sampling.temperature == 0 else seed
+    position = len(request.prompt_tokens) + len(tokens)
+    last = tokens[-1] if tokens else request.prompt_tokens[-1]
+    data = struct.pack("<QQQ", sampled_by, position, last) + request.adapter_digest
+    value = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    may_end = not request.ignore_eos and len(tokens) >= request.min_tokens
+    if value % 101 == 0 and may_end:
+        return EOS
+    # Half of the tokens are single bytes, most of them no characters by themselves.
+    return value % 256 if value % 2 else 258 + value % 204
+
+
+@dataclass
+class FakeEngine(EngineServicer):
+    """`submits` and `aborts` keep all that was received; set `refusing` or `draining` to change how it answers."""
+
+    engine_id: str
+    redis_url: str | None = None
+    step_s: float = 0.001
+    max_model_len: int = 2048
+    digest: bytes = b"\x11" * 32
+    residency: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    refusing: bool = False
+    submits: list[pb.Submit] = field(default_factory=list)
+    aborts: list[pb.Abort] = field(default_factory=list)
+    running: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    unloaded: list[bytes] = field(default_factory=list)
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add_EngineServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+        self._beat = asyncio.create_task(self._publish()) if self.redis_url else None
+
+    async def stop(self) -> None:
+        if self._beat:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+        await self._server.stop(None)
+
+    async def _publish(self) -> None:
+        async with Redis.from_url(self.redis_url or "") as redis:
+            leases = EngineLeases(redis)
+            while True:
+                lease = EngineLease(
+                    self.engine_id, f"127.0.0.1:{self.port}", MODEL, self.digest, self.max_model_len,
+                    residency=self.residency, running=len(self.running),
+                )  # fmt: skip
+                with contextlib.suppress(RedisError, OSError):
+                    await leases.publish(lease, ttl_s=2)
+                await asyncio.sleep(0.3)
+
+    # ---- the contract -------------------------------------------------------------------------------
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: object) -> pb.ModelInfo:
+        return pb.ModelInfo(
+            name=MODEL, digest=self.digest, architecture="LlamaForCausalLM", vocab_size=VOCAB_SIZE,
+            max_model_len=self.max_model_len, num_layers=2, eos_token_ids=[EOS], max_lora_rank=64,
+            modules=[pb.LinearModule(name="q_proj", in_features=8, out_features=8)],
+        )  # fmt: skip
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: object) -> AsyncIterator[pb.FileChunk]:
+        for name, data in TOKENIZER_FILES.items():
+            for at in range(0, len(data), 4096):
+                yield pb.FileChunk(name=name, data=data[at : at + 4096])
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: object) -> pb.AdapterState:
+        self.unloaded.append(request.digest)
+        return pb.AdapterState(digest=request.digest)
+
+    async def Link(self, requests: AsyncIterator[pb.LinkRequest], context: object) -> AsyncIterator[pb.LinkResponse]:
+        choices: dict[tuple[int, int], Choice] = {}
+        early: list[pb.LinkResponse] = []
+        arrived = asyncio.Event()
+        reader = asyncio.create_task(self._read(requests, choices, early, arrived))
+        due = time.monotonic()
+        try:
+            while True:
+                if not choices and not early:
+                    arrived.clear()
+                    await arrived.wait()
+                while early:
+                    yield early.pop(0)
+                due = max(due + self.step_s, time.monotonic() - 1)
+                await asyncio.sleep(max(0, due - time.monotonic()))
+                message = self._step(choices)
+                if message.tokens or message.finished:
+                    yield message
+        finally:
+            reader.cancel()
+            for key in choices:
+                self.running.pop(key, None)
+
+    async def _read(
+        self,
+        requests: AsyncIterator[pb.LinkRequest],
+        choices: dict[tuple[int, int], Choice],
+        early: list[pb.LinkResponse],
+        arrived: asyncio.Event,
+    ) -> None:
+        async for message in requests:
+            if message.HasField("submit"):
+                self.submits.append(message.submit)
+                early.append(self._admit(message.submit, choices))
+            else:
+                self.aborts.append(message.abort)
+                for key in [key for key in choices if _matches(key, message.abort)]:
+                    del choices[key]
+                    self.running.pop(key, None)
+            arrived.set()
+
+    def _admit(self, submit: pb.Submit, choices: dict[tuple[int, int], Choice]) -> pb.LinkResponse:
+        request_id, indexes = submit.request_id, range(len(submit.seeds))
+        if self.refusing:
+            refusals = [_finished(request_id, index, pb.FINISH_REASON_REFUSED, "busy") for index in indexes]
+            return pb.LinkResponse(finished=refusals)
+        if submit.adapter_digest == FAILING_DIGEST:
+            error = "The adapter's logits are not finite."
+            return pb.LinkResponse(finished=[_finished(request_id, i, pb.FINISH_REASON_ERROR, error) for i in indexes])
+        for index in indexes:
+            choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens))
+            choices[request_id, index] = self.running[request_id, index] = choice
+        return pb.LinkResponse(started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)])
+
+    def _step(self, choices: dict[tuple[int, int], Choice]) -> pb.LinkResponse:
+        message = pb.LinkResponse()
+        any_logprobs = any(choice.request.sampling.HasField("logprobs") for choice in choices.values())
+        for key, choice in list(choices.items()):
+            token = next_token(choice.request, choice.seed, choice.tokens)
+            choice.tokens.append(token)
+            message.request_ids.append(key[0])
+            message.choices.append(key[1])
+            message.tokens.append(token)
+            if any_logprobs:
+                top = [token, (token + 1) % VOCAB_SIZE, (token + 2) % VOCAB_SIZE]
+                count = choice.request.sampling.logprobs
+                message.logprobs.append(
+                    pb.TokenLogprobs(
+                        chosen=-(token % 7) / 4, top_tokens=top[:count], top_logprobs=[-0.25, -1.5, float("-inf")][:count]
+                    )
+                )
+            stopped = token in choice.request.stop_token_ids or (token == EOS and not choice.request.ignore_eos)
+            if stopped or len(choice.tokens) >= choice.request.max_tokens:
+                reason = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
+                message.finished.append(_finished(*key, reason, ""))
+                del choices[key]
+                self.running.pop(key, None)
+        return message
+
+
+def _finished(request_id: int, choice: int, reason: pb.FinishReason, error: str) -> pb.Finished:
+    return pb.Finished(request_id=request_id, choice=choice, reason=reason, error=error)
+
+
+def _matches(key: tuple[int, int], abort: pb.Abort) -> bool:
+    return key[0] == abort.request_id and (not abort.HasField("choice") or key[1] == abort.choice)
+
+
+def expected_text(request: pb.Submit, choice: int = 0) -> str:
+    """What a client must see of a choice, by decoding all of its tokens at once."""
+    tokens: list[int] = []
+    while len(tokens) < request.max_tokens:
+        token = next_token(request, request.seeds[choice], tokens)
+        if token == EOS and not request.ignore_eos:
+            break
+        tokens.append(token)
+    return make_tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--redis-url", required=True)
+    parser.add_argument("--engine-id", default=f"fake-{random.randrange(10**6)}")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--step-s", type=float, default=0.01)
+    options = parser.parse_args()
+    engine = FakeEngine(options.engine_id, options.redis_url, step_s=options.step_s, port=options.port)
+    await engine.start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

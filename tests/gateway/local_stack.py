@@ -1,0 +1,105 @@
+"""A gateway on a free port with fake engines behind it, all on one thread of its own; Redis is a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from openai import AsyncOpenAI, OpenAI
+from redis.asyncio import Redis
+
+from adapters.registry import Registry
+from adapters.validation import AdapterSummary
+from gateway.app import create_app
+from gateway.keys import Keys
+from gateway.settings import GatewaySettings
+from gateway.tenants import PrefixSharing, Tenants
+from tests.gateway.fake_engine import FakeEngine
+
+T = TypeVar("T")
+
+
+@dataclass
+class LocalStack:
+    """`start` it, then talk to `url`. Methods are for the test's thread; `call` runs a coroutine on the stack's."""
+
+    redis_url: str
+    store: str
+    engines: list[FakeEngine] = field(default_factory=list)
+    resume_timeout_s: float = 5.0
+
+    def start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.call(self._start())
+
+    def stop(self) -> None:
+        self.call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
+
+    async def _start(self) -> None:
+        for engine in self.engines:
+            await engine.start()
+        settings = GatewaySettings(
+            redis_url=self.redis_url, store=self.store, resume_timeout_s=self.resume_timeout_s, port=0
+        )  # type: ignore[call-arg]
+        self.app = create_app(settings)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", lifespan="on"))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def _stop(self) -> None:
+        self._server.should_exit = True
+        await self._serving
+        for engine in self.engines:
+            await engine.stop()
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, "the gateway is ready")
+
+    def add_tenant(self, tenant: str, sharing: PrefixSharing = PrefixSharing.PRIVATE) -> str:
+        """Makes a tenant and returns a key of it."""
+
+        async def add() -> str:
+            async with Redis.from_url(self.redis_url) as redis:
+                await Tenants(redis).create(tenant, tenant_id=tenant, prefix_sharing=sharing)
+                return (await Keys(redis).create(tenant))[1]
+
+        return self.call(add())
+
+    def add_adapter(self, tenant: str, name: str, digest: bytes) -> None:
+        """Registers a version, without its files: fake engines need none."""
+
+        async def add() -> None:
+            async with Redis.from_url(self.redis_url) as redis:
+                await Registry(redis).add_version(tenant, name, AdapterSummary(digest, 8, 4, 1000, None, ("q_proj",)))
+
+        self.call(add())
+
+    def client(self, key: str) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def async_client(self, key: str) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+    """Polls until the condition holds; fails the test when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain until {what}"
+        time.sleep(0.01)
