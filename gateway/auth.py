@@ -187,9 +187,7 @@ class Authenticator:
                     await self._listen(pubsub)
             except (RedisError, OSError, TimeoutError) as error:
                 if self._pushed_since is not None:
-                    logger.warning(
-                        "lost the push of key changes (%s); asking Redis instead", type(error).__name__
-                    )
+                    logger.debug("lost the push of key changes (%s); asking Redis", type(error).__name__)
                 self._pushed_since = None
             await asyncio.sleep(_RETRY_S)
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from gateway import probes
@@ -27,6 +28,7 @@ _STOP_S = 15.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 30.0
+_VALKEY_LOG = "valkey.log"
 _LONGEST_LINE = 64 * 1024
 
 
@@ -36,12 +38,17 @@ class StackError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process of the stack. `healthy` answers whether it serves; `where` is shown to the user."""
+    """One process of the stack.
+
+    `healthy` answers whether it serves; `where` is shown to the user; `log` is the file that it logs to,
+    unless that is its output.
+    """
 
     name: str
     argv: Sequence[str]
     where: str
     healthy: Callable[[], Awaitable[bool]]
+    log: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +90,9 @@ class Child:
             while not await self.spec.healthy():
                 if ended.done():
                     await self._read_rest()
-                    how = _end_of(ended.result())
+                    where = f"see {self.spec.log}" if self.spec.log else "its last lines are above"
                     raise StackError(
-                        f"The {self.spec.name} {how} while it started; its last lines are above."
+                        f"The {self.spec.name} {_end_of(ended.result())} while it started; {where}."
                     )
                 await asyncio.wait([ended], timeout=_PROBE_EVERY_S)
         finally:
@@ -193,17 +200,17 @@ async def run_stack(plan: StackPlan, report: Report) -> None:
 
 
 async def _serve(stages: list[list[Child]], plan: StackPlan, report: Report) -> None:
+    for stage in stages:
+        try:
+            async with asyncio.TaskGroup() as starts:
+                for child in stage:
+                    starts.create_task(child.start())
+        except* StackError as errors:
+            raise errors.exceptions[0] from None
+    report(f"Loraplex serves {plan.model} at http://{plan.host}:{plan.port}/v1 - Ctrl-C stops it")
     async with asyncio.TaskGroup() as keepers:
-        for stage in stages:
-            try:
-                async with asyncio.TaskGroup() as starts:
-                    for child in stage:
-                        starts.create_task(child.start())
-            except* StackError as errors:
-                raise errors.exceptions[0] from None
-            for child in stage:
-                keepers.create_task(child.keep_alive())
-        report(f"Loraplex serves {plan.model} at http://{plan.host}:{plan.port}/v1 - Ctrl-C stops it")
+        for child in chain.from_iterable(stages):
+            keepers.create_task(child.keep_alive())
 
 
 def check_ports(plan: StackPlan) -> None:
@@ -278,14 +285,18 @@ def valkey_argv(port: int, folder: Path) -> list[str]:
     return [
         *(str(get_binary_path()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder.resolve())),
         *("--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
-        *("--loglevel", "warning"),
+        *("--logfile", _VALKEY_LOG),
     ]
 
 
 def _valkey(plan: StackPlan) -> ChildSpec:
-    argv = valkey_argv(plan.redis_port, plan.data_dir / "valkey")
+    folder = plan.data_dir / "valkey"
     return ChildSpec(
-        "valkey", argv, f"127.0.0.1:{plan.redis_port}", lambda: probes.valkey_answers(plan.redis_port)
+        "valkey",
+        valkey_argv(plan.redis_port, folder),
+        f"127.0.0.1:{plan.redis_port}",
+        lambda: probes.valkey_answers(plan.redis_port),
+        log=folder / _VALKEY_LOG,
     )
 
 

@@ -12,9 +12,14 @@ import typer
 from gateway.commands.exits import CommandFailed, Exit
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from gateway.settings import GatewaySettings
 
+logger = logging.getLogger(__name__)
+
 _RETRY_S = 1.0
+_STARTED_POLL_S = 0.02
 _SHUTDOWN_S = 10
 
 
@@ -57,25 +62,37 @@ async def _serve(settings: GatewaySettings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(settings),
             host=settings.host,
             port=settings.port,
-            log_level=settings.log_level,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )
-    announcing = asyncio.create_task(_announce_operator_key(settings))
+    announcing = [
+        asyncio.create_task(_announce_operator_key(settings)),
+        asyncio.create_task(_announce_address(server)),
+    ]
     try:
         await server.serve()
     finally:
-        announcing.cancel()
+        for task in announcing:
+            task.cancel()
     if not server.started:
         raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.FAILURE)
+
+
+async def _announce_address(server: uvicorn.Server) -> None:
+    """Logs where the gateway listens, once it does."""
+    while not server.started:
+        await asyncio.sleep(_STARTED_POLL_S)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    logger.info("gateway listens on http://%s:%d", host, port)
 
 
 async def _announce_operator_key(settings: GatewaySettings) -> None:
