@@ -77,7 +77,7 @@ def save_adapter(
     )
     wrapped = get_peft_model(model, config)
     assert isinstance(wrapped, PeftModel)
-    wrapped.save_pretrained(str(folder))
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
     wrapped.unload()
     return folder
 

@@ -42,13 +42,10 @@ class RankPagePool:
         assert len(pages) == adapter.num_pages, "an adapter fills exactly its own number of pages"
         for group, weights in adapter.groups.items():
             target = self._groups[group]
-            index = torch.tensor(pages, dtype=torch.int64, device=target.a.device)
-            for destination, source in (
-                (target.a, weights.a),
-                (target.b, weights.b),
-                (target.scales, weights.scales),
-            ):
-                destination.index_copy_(1, index, source.to(destination.device, non_blocking=True))
+            for i, page in enumerate(pages):
+                target.a[:, page].copy_(weights.a[:, i], non_blocking=True)
+                target.b[:, page].copy_(weights.b[:, i], non_blocking=True)
+                target.scales[:, page].copy_(weights.scales[:, i], non_blocking=True)
 
 
 class _GroupPages:

@@ -10,7 +10,9 @@ import torch
 from engine.model.adapter_weights import read_adapter
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
+from engine.scheduler import SchedulerLimits
 from engine.step import SamplingParams, StepAdapter, StepPlan, StepRow
+from tests.engine.engine_driver import Ask, EngineDriver
 from tests.engine.step_driver import Request, StepDriver
 from tests.model_zoo import save_adapter, save_tiny_model, scale_adapter
 from tests.oracles import Answer, PeftOracle, assert_only_ties
@@ -90,6 +92,28 @@ def test_interleaved_adapters_answer_as_peft_does(
     for ids in prompts:
         distinct = {answer.tokens for answer in answers if answer.prompt == ids}
         assert len(distinct) == len(placed), "an adapter that changes nothing would hide a mistake"
+
+
+def test_scheduled_answers_are_pefts_under_preemption_and_eviction(
+    zoo: tuple[LoadedModel, PeftOracle, dict[str, Path]],
+) -> None:
+    """Through the scheduler: cached prefixes, chunks, too few blocks for all and too few pages for all."""
+    model, oracle, folders = zoo
+    engine = EngineDriver(
+        model,
+        folders,
+        num_blocks=24,
+        num_rank_pages=5,
+        limits=SchedulerLimits(max_num_seqs=10, max_num_batched_tokens=40),
+    )
+    prompts = [prompt(length, seed) for seed, length in enumerate((5, 40, 100))]
+    prompts += [prompts[2][:70], prompts[1][:33]]
+    asks = [Ask(name, ids, 24) for ids in prompts for name in (None, *folders)]
+    answers = engine.run(asks)
+    engine.close()
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.num_cached_tokens > 0
+    assert_only_ties(oracle.differences(answers))
 
 
 def base_rows(runner: Runner, beside: StepAdapter | None) -> tuple[list[list[int]], torch.Tensor]:

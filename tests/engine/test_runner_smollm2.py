@@ -10,16 +10,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-from engine.model.adapter_weights import read_adapter
 from engine.model.gguf import GgufFile
 from engine.model.loading import LoadedModel, load_model
-from engine.runner import Runner
-from engine.step import StepAdapter
-from tests.engine.step_driver import Request, StepDriver
+from engine.scheduler import SchedulerLimits
+from tests.engine.engine_driver import Ask, EngineDriver
 from tests.model_zoo import save_adapter, smollm2_path
-from tests.oracles import Answer, PeftOracle, assert_only_ties
+from tests.oracles import PeftOracle, assert_only_ties
 
-NUM_BLOCKS = 1400
 TOKENS = 64
 TEXTS = (
     "The capital of France is",
@@ -91,32 +88,28 @@ def prompts(model: LoadedModel) -> list[tuple[int, ...]]:
     return made
 
 
-def test_interleaved_answers_are_pefts(
+@pytest.mark.timeout(1200)
+def test_answers_are_pefts_with_adapters_interleaved_cached_chunked_and_preempted(
     model: LoadedModel, hf_model: PreTrainedModel, adapters: dict[str, Path]
 ) -> None:
-    """20 prompts by base and adapters of ranks 4, 8, 16 and 64: 100 requests of 64 tokens, in one batch."""
-    pages = {"r4": (6,), "r8": (3,), "r16": (0,), "r64": (5, 1, 4, 2)}
-    runner = Runner(model, num_blocks=NUM_BLOCKS, num_rank_pages=7)
-    placed: dict[str | None, StepAdapter | None] = {None: None}
-    for i, (name, folder) in enumerate(adapters.items(), start=1):
-        adapter = read_adapter(folder, model.config, model.dtype, pin=False)
-        runner.write_adapter(pages[name], adapter)
-        placed[name] = StepAdapter(i, pages[name], adapter.rank)
-    named = [
-        (name, Request(prompt, adapter, max_tokens=TOKENS))
-        for prompt in prompts(model)
-        for name, adapter in placed.items()
-    ]
-    StepDriver(runner, NUM_BLOCKS, token_budget=256).run([request for _, request in named])
-    answers = [Answer(name, tuple(request.prompt), tuple(request.tokens)) for name, request in named]
+    """20 prompts by base and adapters of ranks 4, 8, 16 and 64: 100 requests of 64 tokens each.
+
+    All adapters fit into the pages and run in one batch. The pool holds a part of the sequences, so that
+    some are preempted and computed again; the budget is smaller than the longest prompts.
+    """
+    engine = EngineDriver(
+        model,
+        adapters,
+        num_blocks=300,
+        num_rank_pages=7,
+        limits=SchedulerLimits(max_num_seqs=50, max_num_batched_tokens=80),
+    )
+    asks = [Ask(name, prompt, TOKENS) for prompt in prompts(model) for name in (None, *adapters)]
+    answers = engine.run(asks)
+    engine.close()
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.num_cached_tokens > 0
     assert_only_ties(PeftOracle(hf_model, adapters).differences(answers))
-    changed = [
-        name
-        for name, request in named
-        if name is not None and request.tokens != base_tokens(named, request.prompt)
-    ]
-    assert len(changed) > 0.9 * 4 * 20, "adapters that change nothing would hide a mistake"
-
-
-def base_tokens(named: list[tuple[str | None, Request]], prompt: object) -> list[int]:
-    return next(request.tokens for name, request in named if name is None and request.prompt == prompt)
+    base = {answer.prompt: answer.tokens for answer in answers if answer.adapter is None}
+    changed = [answer for answer in answers if answer.adapter and answer.tokens != base[answer.prompt]]
+    assert len(changed) > 0.9 * 80, "adapters that change nothing would hide a mistake"
