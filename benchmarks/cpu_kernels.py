@@ -1,7 +1,7 @@
 """Times every kernel of a step on the CPU, at the shapes of SmolLM2-135M, over all its layers.
 
-Each layer has its own weights, blocks and rank pages, so that caches are as cold as in a real step. Prints one
-line per step shape, in milliseconds for the whole model, and writes them as JSON where ``--json`` says::
+Each layer has its own weights, blocks and rank pages, so that caches are as cold as in a real step. Prints
+one line per step shape, in milliseconds for the whole model, and writes them as JSON where ``--json`` says::
 
     python benchmarks/cpu_kernels.py --dtype bfloat16 --json results.json
 """

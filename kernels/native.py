@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-fopenmp"),
+    *("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-Wno-psabi"),
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
 )
 _ELEMENTS = {torch.float32: "0", torch.bfloat16: "1"}
 
@@ -106,10 +108,14 @@ def _build(compiler: str, dtype: torch.dtype, target: Path) -> None:
     """Compile into ``target``. It appears whole or not at all, so processes may do this at the same time."""
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
         element = f"-DELEMENT_BFLOAT16={_ELEMENTS[dtype]}"
-        objects = []
-        for source in sorted(_SOURCES.glob("*.c")):
-            objects.append(str(Path(folder) / f"{source.stem}.o"))
-            _run([compiler, *_FLAGS, element, "-c", str(source), "-o", objects[-1]])
+        sources = sorted(_SOURCES.glob("*.c"))
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        commands = [
+            [compiler, *_FLAGS, element, "-c", str(source), "-o", target_object]
+            for source, target_object in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
         # No -fopenmp here: see the module's docstring.
         built = Path(folder) / target.name
         _run([compiler, "-shared", *objects, "-lm", "-o", str(built)])
