@@ -18,7 +18,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,10 @@ async def online_step_s() -> list[float]:
     service = EngineService(loop, MODEL, {}, lambda digest: False)
     server = EngineServer(service)
     port = await server.start("127.0.0.1:0")
-    deliver: Callable[[Mapping[Hashable, LinkOutput]], None] = lambda news: events.call_soon_threadsafe(  # noqa: E731
-        service.take_news, news
-    )
+
+    def deliver(news: Mapping[Hashable, LinkOutput]) -> None:
+        events.call_soon_threadsafe(service.take_news, news)
+
     loop.start(deliver, lambda: None)
     client = multiprocessing.get_context("spawn").Process(target=run_client, args=(port,))
     client.start()
@@ -193,7 +194,7 @@ async def _read_all(port: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What the engine's core costs beside the device.")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     sys.setswitchinterval(0.0005)
@@ -207,6 +208,7 @@ def main() -> int:
     figures = {
         "sequences": NUM_SEQS,
         "load_average_before": load,
+        "cores": os.cpu_count(),
         "schedule_us": costs["schedule"],
         "update_us": costs["update"],
         "offline_step_ms": [1e3 * value for value in offline],

@@ -30,7 +30,7 @@ PLACEMENTS_PER_STEP = 1
 """Most adapters copied to the device before a step that others wait for: a copy is as long as a step."""
 
 WriteAdapter = Callable[[Sequence[int], Any], None]
-"""``Runner.write_adapter``: fills pages that nobody references. Takes the copies that the tiers' read makes."""
+"""``Runner.write_adapter``: fills pages that nobody references, from a copy that the tiers have read."""
 
 
 class Residency(enum.IntEnum):

@@ -8,6 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from engine.block_pool import BLOCK_SIZE, BlockPool, block_hashes, root_hash
+from engine.rank_pages import PAGE_RANK
+from kernels import plans
+
+
+def test_sizes_agree_with_the_kernels() -> None:
+    assert (BLOCK_SIZE, PAGE_RANK) == (plans.BLOCK_SIZE, plans.RANK_PAGE)
 
 
 def key(number: int) -> bytes:

@@ -86,7 +86,12 @@ def test_an_idle_loop_is_woken_by_a_load_that_ends(running: Running) -> None:
 
 def test_a_deadline_passes_in_an_idle_loop(running: Running) -> None:
     released = threading.Event()
-    running.engine.tiers._read = lambda digest: released.wait(10) and FakeAdapter(digest)
+
+    def stuck_read(digest: bytes) -> FakeAdapter:
+        released.wait(10)
+        return FakeAdapter(digest)
+
+    running.engine.tiers._read = stuck_read
     running.loop.submit(make_request(adapter="stuck", deadline=time.monotonic() + 0.05))
     running.wait_for(lambda: bool(running.finished()))
     assert running.finished()["link", 1, 0][0] == "DEADLINE"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 from builders import Engine, FakeAdapter, expected_output, make_engine, make_request
@@ -85,7 +86,7 @@ def test_a_copy_to_the_device_that_fails_ends_its_requests_alone() -> None:
     engine = make_engine()
     write = engine.runner.write_adapter
 
-    def broken_write(pages: list[int], copy: HostCopy) -> None:
+    def broken_write(pages: Sequence[int], copy: HostCopy) -> None:
         if copy.rank == 32:
             raise RuntimeError("out of luck")
         write(pages, copy)
@@ -156,6 +157,33 @@ def test_base_and_other_adapters_go_on_while_a_claim_stands() -> None:
     engine.close()
 
 
+def test_small_cold_adapters_do_not_take_the_pages_that_a_large_one_waits_for() -> None:
+    engine = make_engine(num_pages=2, max_num_seqs=8, num_blocks=128)
+    for number, name in enumerate(("a", "b"), start=1):
+        engine.store.add(name, 16)
+        engine.scheduler.add(
+            make_request(5, request_id=number, adapter=name, max_tokens=20 * number, tenant="early")
+        )
+        step_until(engine, number)
+    engine.store.add("large", 32)
+    engine.scheduler.add(make_request(5, request_id=3, adapter="large"))
+    steps, number = 0, 100
+    while ("link", 3) not in engine.started:
+        for tenant in ("tenant", "another"):
+            engine.store.add(f"small-{number}", 16)
+            request = make_request(
+                5, request_id=number, adapter=f"small-{number}", max_tokens=30, tenant=tenant
+            )
+            engine.scheduler.add(request)
+            number += 1
+        engine.step()
+        steps += 1
+        while engine.scheduler.is_loading and engine.tiers._done.empty():
+            engine.wait_for_loads()
+    assert steps <= 45
+    engine.close()
+
+
 def test_a_claim_ends_with_the_last_who_wanted_it() -> None:
     engine = make_engine(num_pages=1)
     engine.store.add("a", 16)
@@ -194,7 +222,7 @@ def test_at_most_one_copy_to_the_device_delays_a_step() -> None:
     writes: list[int] = []
     write = engine.runner.write_adapter
 
-    def counting_write(pages: list[int], copy: HostCopy) -> None:
+    def counting_write(pages: Sequence[int], copy: HostCopy) -> None:
         writes.append(engine.runner.num_steps)
         write(pages, copy)
 
