@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 _SHOWN_CHARS = 120
+_NAMED_CHARS = 300
 
 
 class InvalidAdapter(Exception):
     """An adapter that cannot be served exactly as PEFT would run it.
 
     ``message`` is one or two sentences for a person, with the mend. ``field_or_tensor`` names the field of
-    ``adapter_config.json``, the tensor, or the file at fault; None where it is the adapter as a whole.
+    ``adapter_config.json``, the tensor, or the file at fault, as the upload writes it (cut when very long);
+    None where it is the adapter as a whole.
     """
 
     def __init__(self, message: str, field_or_tensor: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.field_or_tensor = field_or_tensor
+        self.field_or_tensor = field_or_tensor and field_or_tensor[:_NAMED_CHARS]
 
 
 def shown(value: object) -> str:

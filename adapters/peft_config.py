@@ -17,6 +17,7 @@ from adapters.patterns import Budget, Pattern, UnsafePattern
 from adapters.strict_json import NotStrictJson, load_object
 
 MAX_CONFIG_BYTES = 1024 * 1024
+MAX_BASE_MODEL_CHARS = 1024
 MAX_PATTERNS = 10_000
 MAX_RANK = 65_536
 """A bound for arithmetic; what a base model serves is `BaseModelShape.max_lora_rank`."""
@@ -113,7 +114,11 @@ def parse_config(raw: bytes) -> LoraConfig:
         layers_to_transform=_layers(fields),
         layers_pattern=_as_tuple(_names(fields, "layers_pattern")),
         base_model=_read(
-            fields, "base_model_name_or_path", lambda value: isinstance(value, str), "text", None
+            fields,
+            "base_model_name_or_path",
+            lambda value: isinstance(value, str) and len(value) <= MAX_BASE_MODEL_CHARS,
+            f"text of at most {MAX_BASE_MODEL_CHARS} characters",
+            None,
         ),
     )
     _check_targets(config)

@@ -11,12 +11,14 @@ class NotStrictJson(ValueError):
 
 
 def load_object(raw: bytes) -> dict[str, Any]:
-    """Parses a JSON object; refuses duplicate keys, NaN and Infinity, and nesting that exhausts the stack.
+    """Parses a JSON object; refuses duplicate keys, NaN and Infinity, text that is none, and endless nesting.
 
     The caller bounds ``len(raw)``. Raises `NotStrictJson`.
     """
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if rb"\ud" in raw.lower() and not _is_text(value):
+            raise NotStrictJson("holds half of a surrogate pair, which is no text")
     except NotStrictJson:
         raise
     except UnicodeDecodeError:
@@ -28,6 +30,15 @@ def load_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise NotStrictJson("holds no JSON object")
     return value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all strings can be written out again: an escape such as \\ud800 alone makes one that cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -85,6 +85,11 @@ def test_what_hangs_re_ends_soon(text: str) -> None:
     assert time.perf_counter() - begun < 20
 
 
+def test_a_count_that_no_name_reaches_costs_nothing() -> None:
+    budget = Budget(100)
+    assert not Pattern("(?:model){4000000000}", budget).matches_whole(NAMES[0])
+
+
 def test_the_budget_is_one_for_all_patterns() -> None:
     budget = Budget(1000)
     with pytest.raises(UnsafePattern, match="too costly"):

@@ -121,12 +121,18 @@ def test_unknown_fields_are_refused_unless_they_are_off() -> None:
         ("layers_to_transform", 1.0),
         ("layers_pattern", "layers"),
         ("base_model_name_or_path", 5),
+        ("base_model_name_or_path", "x" * 1025),
     ],
 )
 def test_wrong_values_name_their_field(field: str, value: object) -> None:
     error = fault_of(json.dumps(config(**{field: value})).encode())
     assert error.field_or_tensor == field
     assert field in error.message and len(error.message) < 500
+
+
+def test_text_beyond_ascii_is_text() -> None:
+    raw = rb'{"peft_type": "LORA", "target_modules": ".*", "base_model_name_or_path": "\ud83d\ude00 \u00e9"}'
+    assert parse_config(raw).base_model == "😀 é"
 
 
 def test_layers_to_transform_needs_a_list_of_modules() -> None:
@@ -143,8 +149,11 @@ def test_layers_to_transform_needs_a_list_of_modules() -> None:
         (b"null", "no JSON object"),
         (b'"LORA"', "no JSON object"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"\\ud83d\\ude00": ' + b"[" * 100_000, "nested too deeply"),
         (b'{"r": 1, "r": 2}', "'r' twice"),
         (b'{"lora_alpha": Infinity}', "Infinity"),
+        (rb'{"base_model_name_or_path": "\uD800"}', "surrogate"),
+        (rb'{"\udfff": null}', "surrogate"),
         (b'{"rank_pattern": {"a": 1, "a": 2}}', "'a' twice"),
         (b" " * (MAX_CONFIG_BYTES + 1), "limit"),
     ],

@@ -147,3 +147,5 @@ def test_offsets_tile_the_data(file: Path, first: list[int], second: list[int], 
 def test_messages_of_hostile_names_are_short_and_printable(file: Path) -> None:
     error = fault_of(file, with_header(json.dumps({"\x1b[31m\n" + "x" * 10_000: 1}).encode()))
     assert error.message.isprintable() and len(error.message) < 400
+    assert error.field_or_tensor is not None and len(error.field_or_tensor) == 300
+    assert "surrogate" in fault_of(file, with_header(rb'{"\ud800": 1}')).message

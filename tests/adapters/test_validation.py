@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from adapters import validation
 from adapters.errors import InvalidAdapter
 from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, BaseModelShape
 from adapters.safetensors_header import MAX_HEADER_BYTES
@@ -111,6 +112,16 @@ def test_swapping_two_tensors_of_one_shape_changes_the_digest(tmp_path: Path) ->
     first, second = tensor_name("q_proj", 0, "A"), tensor_name("q_proj", 1, "A")
     swapped = weights | {first: weights[second], second: weights[first]}
     assert digest(tmp_path / "a") != digest(tmp_path / "b", weights=swapped)
+
+
+def test_pieces_of_a_tensor_are_read_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = digest(tmp_path / "a")
+    last = with_value(A0, "F32", 0x7FC00000, -1)
+    monkeypatch.setattr(validation, "_PIECE_BYTES", 48)
+    assert digest(tmp_path / "a") == whole
+    assert fault_of(write_adapter(tmp_path / "b", weights=last)).field_or_tensor == A0
 
 
 def with_value(name: str, dtype: str, bits: int, at: int) -> Tensors:
@@ -274,7 +285,7 @@ _likely_values = st.one_of(
 )
 _fuzz = settings(
     max_examples=300,
-    deadline=2000,
+    deadline=10_000,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
