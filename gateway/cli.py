@@ -17,8 +17,8 @@ app = typer.Typer(
         "`loraplex tenants create` and `loraplex keys create`, and upload a fine-tune with `adapters upload`."
     ),
     epilog=(
-        "Exit codes: 0 done; 1 the server failed; 2 wrong usage; 3 the key was refused; "
-        "4 there is no such thing; 5 the server cannot be reached."
+        "Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 the server cannot be reached; "
+        "4 the key is not accepted; 5 there is no such thing."
     ),
     no_args_is_help=True,
     rich_markup_mode="markdown",

@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from gateway.commands.exits import CommandFailed, Exit
 
+if TYPE_CHECKING:
+    import httpx
+
 _TIMEOUT_S = 30.0
-_EXIT_OF_STATUS = {
-    400: Exit.USAGE,
-    401: Exit.REFUSED_KEY,
-    403: Exit.REFUSED_KEY,
-    404: Exit.NOT_FOUND,
-    409: Exit.USAGE,
-}
+_EXIT_OF_STATUS = {401: Exit.NOT_AUTHORISED, 403: Exit.NOT_AUTHORISED, 404: Exit.NOT_FOUND}
 
 Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of a gateway.")]
 ApiKey = Annotated[
@@ -43,6 +37,8 @@ class AdminClient:
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Sends one request below `/admin` and returns the JSON object of the answer."""
+        import httpx  # here, since every command imports this module and a gateway should start quickly
+
         try:
             answer = httpx.request(
                 method, f"{self._url}/admin{path}", headers=self._headers, json=body, timeout=_TIMEOUT_S
@@ -52,7 +48,7 @@ class AdminClient:
             raise CommandFailed(f"No gateway answers at {self._url}: {reason}.", Exit.UNREACHABLE) from None
         if answer.is_success:
             return answer.json()
-        raise CommandFailed(_message_of(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.FAILURE))
+        raise CommandFailed(_message_of(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
 
 
 def quoted(segment: str) -> str:
@@ -67,6 +63,9 @@ def show_json(value: object) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints rows under headings; whole, also where the terminal is narrow."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

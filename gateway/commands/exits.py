@@ -9,11 +9,11 @@ class Exit(IntEnum):
     """Exit codes, the same as those of the `adapters` command."""
 
     OK = 0
-    FAILURE = 1
+    REFUSED = 1
     USAGE = 2
-    REFUSED_KEY = 3
-    NOT_FOUND = 4
-    UNREACHABLE = 5
+    UNREACHABLE = 3
+    NOT_AUTHORISED = 4
+    NOT_FOUND = 5
 
 
 class CommandFailed(Exception):

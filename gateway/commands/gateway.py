@@ -84,7 +84,7 @@ async def _serve(settings: GatewaySettings) -> None:
         for task in announcing:
             task.cancel()
     if not server.started:
-        raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.FAILURE)
+        raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.REFUSED)
 
 
 async def _announce_address(server: uvicorn.Server) -> None:

@@ -18,7 +18,7 @@ def health(
     ] = None,
     url: Annotated[str, typer.Option(envvar="LORAPLEX_URL", help="Base URL of a gateway.")] = DEFAULT_URL,
 ) -> None:
-    """Ask whether a gateway, or an engine, can answer requests. Exits with 0 if so and with 5 if not."""
+    """Ask whether a gateway, or an engine, can answer requests. Exits with 0 if so and with 3 if not."""
     from gateway import probes
 
     if engine is None:

@@ -58,7 +58,7 @@ def up(
         with _sole_user_of(data_dir):
             asyncio.run(run_stack(plan, _report))
     except StackError as error:
-        raise CommandFailed(str(error), Exit.FAILURE) from None
+        raise CommandFailed(str(error), Exit.REFUSED) from None
 
 
 def _report(line: str) -> None:
@@ -82,7 +82,7 @@ def _sole_user_of(folder: Path) -> Iterator[None]:
             message = (
                 f"Another stack runs on the folder '{folder}'. Stop it, or choose another with --data-dir."
             )
-            raise CommandFailed(message, Exit.FAILURE) from None
+            raise CommandFailed(message, Exit.REFUSED) from None
         yield
     finally:
         os.close(handle)
