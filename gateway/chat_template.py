@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX_ROUNDS = 1_000_000
+_MAX_ROUNDS = 100_000
 _MAX_REPEATED_CHARS = 10_000_000
 _MAX_EXPONENT = 64
 

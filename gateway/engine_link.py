@@ -99,7 +99,7 @@ class EngineLink:
         self.stub: EngineStub | None = None
         self._tokenizers = tokenizers
         self._on_change = on_change
-        self._outbox: asyncio.Queue[LinkRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[LinkRequest | None] = asyncio.Queue()
         self._placements: dict[int, _Placement] = {}
         self._next_request_id = 1
 
@@ -161,16 +161,19 @@ class EngineLink:
             info = await stub.GetModelInfo(GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S)
             await self._tokenizers.load(info.digest, lambda: _fetch_tokenizer(stub))
             self.info, self.stub = info, stub
-            self._outbox = asyncio.Queue()
-            stream = stub.Link(self._outgoing(self._outbox))
+            self._outbox = outbox = asyncio.Queue()
+            stream = stub.Link(self._outgoing(outbox))
             self._become(LinkState.READY)
-            async for message in stream:
-                self._deliver(message)
+            try:
+                async for message in stream:
+                    self._deliver(message)
+            finally:
+                outbox.put_nowait(None)  # gRPC leaves the task that reads `_outgoing` behind when a stream breaks
 
     @staticmethod
-    async def _outgoing(outbox: asyncio.Queue[LinkRequest]) -> AsyncIterator[LinkRequest]:
-        while True:
-            yield await outbox.get()
+    async def _outgoing(outbox: asyncio.Queue[LinkRequest | None]) -> AsyncIterator[LinkRequest]:
+        while (message := await outbox.get()) is not None:
+            yield message
 
     def _deliver(self, message: LinkResponse) -> None:
         """Hands one message's entries to their receivers; those of requests already given up are dropped."""
