@@ -1,0 +1,229 @@
+"""Every kernel on a GPU: checked against float64, then timed beside its roofline.
+
+    python -m benchmarks.gpu_kernels --out results.json
+
+Times are medians of CUDA graph replays over all 32 layers of Llama-3.1-8B's shapes in bfloat16. Adapters change their pages
+from replay to replay, so that they come from memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks import gpu_checks
+from benchmarks.gpu_cases import (
+    GROUPS,
+    HEAD_DIM,
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_HEADS,
+    NUM_LAYERS,
+    VOCAB,
+    LoraCase,
+    attention_plan,
+    kv_caches,
+    lora_case,
+    make_pool,
+)
+from benchmarks.gpu_timing import copy_bandwidth, time_ms
+from kernels.gpu import lora
+from kernels.gpu.activation import silu_mul
+from kernels.gpu.kv_write import rope_write_kv
+from kernels.gpu.norm import rms_norm
+from kernels.gpu.paged_attention import paged_attention
+from kernels.gpu.sampling import sample
+from kernels.plans import LoraPool
+
+MIXED = [8, 16, 32, 64] * 8
+LORA_CASES: dict[str, tuple[list[int], int]] = {
+    "1 adapter, 1 row": ([16], 1),
+    "1, 32": ([16], 32),
+    "8, 32": ([16] * 8, 32),
+    "32, 32": ([16] * 32, 32),
+    "32, 128": ([16] * 32, 128),
+    "64, 128": ([16] * 64, 128),
+    "64, 256": ([16] * 64, 256),
+    "1, 256": ([16], 256),
+    "32, 128, ranks 8/16/32/64": (MIXED, 128),
+}
+TARGETS = {
+    "1 adapter, 1 row": (0.7, 0.4),
+    "8, 32": (0.9, 0.6),
+    "32, 32": (1.5, 1.3),
+    "64, 128": (2.6, 2.3),
+    "64, 256": (3.0, 2.6),
+}
+"""Alone, and beside the base products."""
+
+
+class BaseProducts:
+    """The dense products of a step, through cuBLAS."""
+
+    def __init__(self) -> None:
+        def weight(size: int, out: int) -> torch.Tensor:
+            return torch.randn(out, size, dtype=torch.bfloat16, device="cuda") / size**0.5
+
+        self.layers = [
+            {group: weight(size, sum(outs)) for group, (size, outs) in GROUPS.items()}
+            for _ in range(NUM_LAYERS)
+        ]
+        self.head = weight(HIDDEN, VOCAB)
+        self.side = torch.cuda.Stream()
+
+    def run(self, case: LoraCase) -> None:
+        for weights in self.layers:
+            for group, weight in weights.items():
+                torch.mm(case.x[group], weight.t(), out=case.y[group])
+        torch.mm(case.x["o"], self.head.t())
+
+    def run_serial(self, case: LoraCase) -> None:
+        plan = lora.prepare(case.plan)
+        for weights, pools in zip(self.layers, case.pools, strict=True):
+            for group, weight in weights.items():
+                x, y, pool = case.x[group], case.y[group], pools[group]
+                shrunk = lora.lora_shrink(x, pool, plan)
+                torch.mm(x, weight.t(), out=y)
+                lora.lora_expand(shrunk, y, pool, plan)
+        torch.mm(case.x["o"], self.head.t())
+
+    def run_forked(self, case: LoraCase) -> None:
+        """Shrink on a second stream, under the base product."""
+        plan = lora.prepare(case.plan)
+        main = torch.cuda.current_stream()
+        for weights, pools in zip(self.layers, case.pools, strict=True):
+            for group, weight in weights.items():
+                x, y, pool = case.x[group], case.y[group], pools[group]
+                self.side.wait_stream(main)
+                with torch.cuda.stream(self.side):
+                    shrunk = lora.lora_shrink(x, pool, plan)
+                torch.mm(x, weight.t(), out=y)
+                main.wait_stream(self.side)
+                lora.lora_expand(shrunk, y, pool, plan)
+        torch.mm(case.x["o"], self.head.t())
+
+
+def attempt(work: Callable[[], float]) -> float:
+    """A time, or infinity for what the driver refuses to capture."""
+    try:
+        return work()
+    except Exception as error:
+        print("failed:", repr(error)[:300], flush=True)
+        return float("inf")
+
+
+def lora_tables(pools: list[dict[str, LoraPool]], bandwidth: float, report: dict) -> None:
+    base = BaseProducts()
+    print(
+        f"{'adapters, rows':28} {'floor':>6} {'alone':>6} {'reach':>6} | {'base':>6} {'serial':>7} {'forked':>7} {'reach':>6}"
+    )
+    for name, (ranks, num_rows) in LORA_CASES.items():
+        case = lora_case(pools, ranks, num_rows)
+        floor = case.adapter_bytes / bandwidth / 1e9
+        alone = attempt(lambda: time_ms(case.run, case.turn))
+        dense = time_ms(lambda: base.run(case), case.turn)
+        serial = attempt(lambda: time_ms(lambda: base.run_serial(case), case.turn)) - dense
+        forked = attempt(lambda: time_ms(lambda: base.run_forked(case), case.turn)) - dense
+        reach = TARGETS.get(name, (float("nan"),) * 2)
+        report["lora"][name] = dict(floor=floor, alone=alone, base=dense, serial=serial, forked=forked)
+        print(
+            f"{name:28} {floor:6.2f} {alone:6.2f} {reach[0]:6.2f} | {dense:6.2f} {serial:7.2f} {forked:7.2f} {reach[1]:6.2f}",
+            flush=True,
+        )
+
+
+def attention_table(bandwidth: float, report: dict) -> None:
+    print(f"{'decode attention, 32 layers':28} {'floor':>6} {'ms':>6} {'FA3':>6}")
+    for batch, context, flash in [
+        (1, 576, None),
+        (32, 576, 0.96),
+        (128, 576, 3.06),
+        (256, 576, 5.95),
+        (4, 16384, None),
+    ]:
+        plan, num_blocks = attention_plan([1] * batch, [context] * batch)
+        caches = kv_caches(num_blocks, NUM_LAYERS)
+        qkv = torch.randn(batch, 6144, dtype=torch.bfloat16, device="cuda")
+
+        def work(q=qkv, p=plan, c=caches) -> None:
+            for k, v in c:
+                paged_attention(q, k, v, p, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5)
+
+        ms = time_ms(work)
+        floor = batch * context * 131072 / bandwidth / 1e9
+        report["decode_attention"][f"{batch} x {context}"] = dict(floor=floor, ms=ms, flash_attention_3=flash)
+        print(f"{batch:5} x {context:<20} {floor:6.2f} {ms:6.2f} {flash or 0:6.2f}", flush=True)
+
+
+def small_table(report: dict) -> None:
+    print(
+        f"{'32 layers, ms':28} {'norm':>7} {'rope+kv':>8} {'silu':>7} | one step: greedy, temperature, top-p"
+    )
+    for rows in (1, 32, 256):
+        plan, num_blocks = attention_plan([1] * rows, [576] * rows)
+        cache = kv_caches(num_blocks, 1)[0]
+        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        gate_up = torch.randn(rows, 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
+        qkv = torch.randn(rows, 6144, dtype=torch.bfloat16, device="cuda")
+        angles = torch.randn(1024, HEAD_DIM, device="cuda")
+        logits = torch.randn(rows, VOCAB, dtype=torch.bfloat16, device="cuda")
+        works: dict[str, Callable[[], object]] = {
+            "norm": lambda: [rms_norm(x, x[0], 1e-5, x) for _ in range(NUM_LAYERS)],
+            "rope_kv": lambda: [
+                rope_write_kv(qkv, angles, plan, cache[0], cache[1], num_heads=NUM_HEADS)
+                for _ in range(NUM_LAYERS)
+            ],
+            "silu": lambda: [silu_mul(gate_up) for _ in range(NUM_LAYERS)],
+            "greedy": lambda: sample(logits, gpu_checks.sampling_batch(rows, temperature=0.0)),
+            "temperature": lambda: sample(logits, gpu_checks.sampling_batch(rows, temperature=0.8)),
+            "top_p": lambda: sample(logits, gpu_checks.sampling_batch(rows, temperature=0.8, top_p=0.9)),
+        }
+        times = {name: time_ms(work) for name, work in works.items()}
+        report["small"][rows] = times
+        print(f"{rows:4} rows {'':19}" + " ".join(f"{ms:7.3f}" for ms in times.values()), flush=True)
+
+
+def prefill_table(pools: list[dict[str, LoraPool]], report: dict) -> None:
+    print("prefill of 8192 tokens, one layer: base products, LoRA of 1, 8, 64 adapters (ms)")
+    x = {g: torch.randn(8192, size, dtype=torch.bfloat16, device="cuda") for g, (size, _) in GROUPS.items()}
+    weights = {g: torch.randn(sum(o), i, dtype=torch.bfloat16, device="cuda") for g, (i, o) in GROUPS.items()}
+    dense = time_ms(lambda: [torch.mm(x[g], weights[g].t()) for g in GROUPS], repeats=10)
+    rows = {}
+    for count in (1, 8, 64):
+        case = lora_case(pools[:1], [16] * count, 8192)
+        rows[count] = time_ms(case.run, case.turn, repeats=10)
+    report["prefill_lora"] = dict(base=dense, **{str(k): v for k, v in rows.items()})
+    print(f"  {dense:.3f} | " + " ".join(f"{ms:.3f}" for ms in rows.values()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu_kernels.json"))
+    options = parser.parse_args()
+    started = time.perf_counter()
+    torch.manual_seed(int(time.time()))
+    report: dict = {"device": torch.cuda.get_device_name(), "lora": {}, "decode_attention": {}, "small": {}}
+    report["errors"] = gpu_checks.run()
+    report["copy_tb_s"] = bandwidth = copy_bandwidth()
+    print(f"{report['device']}: copy {bandwidth:.2f} TB/s", flush=True)
+    pools = [{g: make_pool(g, 64) for g in GROUPS} for _ in range(NUM_LAYERS)]
+    for part in (
+        lambda: lora_tables(pools, bandwidth, report),
+        lambda: prefill_table(pools, report),
+        lambda: attention_table(bandwidth, report),
+        lambda: small_table(report),
+    ):
+        part()
+        options.out.write_text(json.dumps(report, indent=1))
+        print(f"[{time.perf_counter() - started:.0f} s]", flush=True)
+
+
+if __name__ == "__main__":
+    main()

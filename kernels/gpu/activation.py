@@ -1,0 +1,37 @@
+"""SiLU of the gate times up."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import dependent_launch, let_next_start, wait_for_inputs
+
+_BLOCK = 1024
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See ``kernels.activation.silu_mul``."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows == 0:
+        return out
+    pdl = dependent_launch(gate_up)
+    _silu_mul[(num_rows, triton.cdiv(size, _BLOCK))](
+        gate_up, out, SIZE=size, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    wait_for_inputs(PDL)
+    gate = tl.load(gate_up + row * 2 * SIZE + column, mask, 0.0)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask, 0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    tl.store(out + row * SIZE + column, (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype), mask)

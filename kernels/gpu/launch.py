@@ -1,0 +1,52 @@
+"""Programmatic dependent launch, for every kernel of this folder.
+
+A decode step is several hundred short kernels in one stream. On Hopper a kernel may start while the one
+before it drains: it loads what no kernel of the step writes (weights, rank pages, the plan), then waits.
+
+Two rules hold in each kernel here. Nothing that an earlier kernel of the step wrote is touched before
+``wait_for_inputs``. And every program waits, also one that has nothing to do: otherwise this kernel could end
+before the one ahead of it, and whatever comes next would take that one for finished.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def _dependent_launch(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dependent_launch(x: torch.Tensor) -> bool:
+    """Whether kernels on the device of ``x`` are launched dependently (and must be told so by ``PDL``)."""
+    return x.is_cuda and _dependent_launch(x.device.index)
+
+
+def num_processors(x: torch.Tensor) -> int:
+    """Multiprocessors of the device of ``x``; a small number under the interpreter, to exercise loops."""
+    return _processors(x.device.index) if x.is_cuda else 2
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Returns once every kernel before this one has finished and its writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Lets the next kernel's programs take the processors that this one leaves free."""
+    if PDL:
+        gdc_launch_dependents()

@@ -1,0 +1,186 @@
+"""LoRA over grouped rows and rank pages: ``y += (scale · x·Aᵀ)·Bᵀ`` for each row under its own adapter.
+
+Two launches for a group of projections that share their input, whatever the number of adapters:
+
+*shrink* multiplies each tile of rows by one rank page of all projections of the group at once (so ``x`` is
+read once), cut along ``in`` into as many splits as fill the device when the live work is little. It leaves
+scaled partial sums in float32. *expand* sums the splits in a fixed order (no atomics: results do not depend
+on timing), multiplies by Bᵀ and adds to ``y``.
+
+Both run a fixed number of programs over a work list whose length is read from the device: a captured graph
+serves any number of adapters, and dead work costs nothing. Each page is read once per tile of rows, live rank
+rows only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import triton
+
+from kernels.gpu import lora_kernels
+from kernels.gpu.launch import dependent_launch, num_processors
+from kernels.gpu.lora_tiles import FEW_ROWS, make_tiles
+from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, LoraTiles
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkConfig:
+    """``fill``: programs that splitting aims at; ``per_processor``: programs launched per multiprocessor."""
+
+    block_k: int
+    max_splits: int
+    fill: int = 264
+    num_warps: int = 4
+    num_stages: int = 3
+    per_processor: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandConfig:
+    """``fill``: pieces that the work is cut into, roughly; ``per_processor`` as above."""
+
+    block_n: int
+    fill: int = 528
+    num_warps: int = 4
+    num_stages: int = 3
+    per_processor: int = 4
+    max_registers: int | None = None
+
+
+def prepare(plan: LoraPlan) -> LoraPlan:
+    """The plan with its work list; call once a step, before the first layer. Launches one kernel."""
+    return plan if plan.num_rows == 0 else replace(plan, tiles=make_tiles(plan))
+
+
+def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> None:
+    """Adds the adapters' part of one group of projections to ``y``, in place.
+
+    Args:
+        x: [T, in], rows contiguous.
+        y: [T, out], rows contiguous; rows that no adapter applies to are neither read nor written.
+    """
+    if plan.num_rows:
+        plan = plan if plan.tiles else prepare(plan)
+        lora_expand(lora_shrink(x, pool, plan), y, pool, plan)
+
+
+def lora_shrink(
+    x: torch.Tensor, pool: LoraPool, plan: LoraPlan, config: ShrinkConfig | None = None
+) -> torch.Tensor:
+    """``scale · x·Aᵀ`` of every row of the plan, as partial sums for ``lora_expand``.
+
+    Returns:
+        float32 [splits, R, P, M, 16]; only the splits and rank rows that are live hold values.
+    """
+    tiles = _tiles_of(plan)
+    _, num_projections, _, size = pool.a.shape
+    columns = num_projections * RANK_PAGE
+    config = config or shrink_config(tiles, columns)
+    v = torch.empty(
+        (config.max_splits, plan.rows.shape[0], plan.segment_pages.shape[1], num_projections, RANK_PAGE),
+        dtype=torch.float32,
+        device=x.device,
+    )
+    pdl = dependent_launch(x)
+    grid = min(tiles.units.shape[0] * config.max_splits, num_processors(x) * config.per_processor)
+    lora_kernels.shrink[(grid,)](
+        x,
+        pool.a,
+        pool.scales,
+        v,
+        tiles.units,
+        tiles.counts,
+        plan.rows,
+        size,
+        config.fill,
+        x.stride(0),
+        v.stride(0),
+        v.stride(1),
+        COLUMNS=columns,
+        BLOCK_COLUMNS=triton.next_power_of_2(columns),
+        TILE_ROWS=tiles.tile_rows,
+        BLOCK_K=config.block_k,
+        EVEN_K=size % config.block_k == 0,
+        MAX_SPLITS=config.max_splits,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=pdl,
+    )
+    return v
+
+
+def lora_expand(
+    shrunk: torch.Tensor,
+    y: torch.Tensor,
+    pool: LoraPool,
+    plan: LoraPlan,
+    config: ExpandConfig | None = None,
+    shrink: ShrinkConfig | None = None,
+) -> None:
+    """Adds ``shrunk·Bᵀ`` to the rows of ``y`` that the plan names, in place.
+
+    ``shrink`` is the configuration that ``lora_shrink`` ran with: it says how many splits hold values.
+    """
+    tiles = _tiles_of(plan)
+    config = config or expand_config(tiles)
+    shrink = shrink or shrink_config(tiles, shrunk.shape[3] * RANK_PAGE)
+    sizes = [end - start for start, end in pairwise(pool.splits)]
+    num_blocks = sum(triton.cdiv(size, config.block_n) for size in sizes)
+    offsets = (*pool.splits, *[pool.splits[-1]] * (4 - len(pool.splits)))
+    pdl = dependent_launch(y)
+    grid = min(tiles.tiles.shape[0] * num_blocks, num_processors(y) * config.per_processor)
+    lora_kernels.expand[(grid,)](
+        shrunk,
+        pool.scales,
+        pool.b,
+        y,
+        tiles.tiles,
+        tiles.counts,
+        plan.rows,
+        plan.segment_pages,
+        pool.a.shape[3],
+        shrink.fill,
+        config.fill,
+        y.stride(0),
+        shrunk.stride(0),
+        shrunk.stride(1),
+        *offsets,
+        MAX_PAGES=plan.segment_pages.shape[1],
+        RANK_ROWS=RANK_PAGE * triton.next_power_of_2(plan.segment_pages.shape[1]),
+        PROJECTIONS=len(sizes),
+        OUT=pool.splits[-1],
+        TILE_ROWS=tiles.tile_rows,
+        BLOCK_N=config.block_n,
+        EVEN_N=all(size % config.block_n == 0 for size in sizes),
+        BLOCK_K=shrink.block_k,
+        MAX_SPLITS=shrink.max_splits,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        NUM_STAGES=config.num_stages,
+        maxnreg=config.max_registers,
+        launch_pdl=pdl,
+    )
+
+
+def shrink_config(tiles: LoraTiles, columns: int) -> ShrinkConfig:
+    """The choice by shape."""
+    block_k = {16: 512, 32: 256}.get(columns, 128)
+    if tiles.tile_rows == FEW_ROWS:
+        return ShrinkConfig(block_k, max_splits=16)
+    return ShrinkConfig(64, max_splits=4)
+
+
+def expand_config(tiles: LoraTiles) -> ExpandConfig:
+    """The choice by shape."""
+    if tiles.tile_rows == FEW_ROWS:
+        return ExpandConfig(256)
+    return ExpandConfig(128, num_warps=8)
+
+
+def _tiles_of(plan: LoraPlan) -> LoraTiles:
+    assert plan.tiles is not None, "call prepare(plan) once a step"
+    return plan.tiles

@@ -1,0 +1,287 @@
+"""The two Triton kernels of ``kernels.gpu.lora``; layouts are described there and in ``lora_tiles``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import let_next_start, wait_for_inputs
+
+
+@triton.jit
+def _split_of(num_units, size, fill, BLOCK_K: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """(splits, length of one) along ``in``: as many as bring ``num_units`` up to ``fill`` pieces of work."""
+    chunks = tl.cdiv(size, BLOCK_K)
+    wanted = tl.minimum(tl.maximum(fill // tl.maximum(num_units, 1), 1), MAX_SPLITS)
+    chunks_per_split = tl.cdiv(chunks, wanted)
+    return tl.cdiv(chunks, chunks_per_split), chunks_per_split * BLOCK_K
+
+
+@triton.jit
+def _load_a(a, offsets, mask, k, size, EVEN_K: tl.constexpr):
+    """[BLOCK_K, BLOCK_COLUMNS]: the live rank rows of all projections of a page, zeros for the others."""
+    if EVEN_K:
+        return tl.load(a + offsets[None, :] + k[:, None], mask[None, :], 0.0)
+    return tl.load(a + offsets[None, :] + k[:, None], mask[None, :] & (k < size)[:, None], 0.0)
+
+
+@triton.jit
+def _load_x(x, row_offsets, row_mask, k, size, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(x + row_offsets[:, None] + k[None, :], row_mask[:, None], 0.0)
+    return tl.load(x + row_offsets[:, None] + k[None, :], row_mask[:, None] & (k < size)[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=["fill"])
+def shrink(
+    x,
+    a,
+    scales,
+    v,
+    units,
+    counts,
+    rows,
+    size,
+    fill,
+    x_stride,
+    v_split_stride,
+    v_row_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    num_units = tl.load(counts + 1)
+    splits, split_size = _split_of(num_units, size, fill, BLOCK_K, MAX_SPLITS)
+    i = tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    for item in range(tl.program_id(0), num_units * splits, tl.num_programs(0)):
+        split = item % splits
+        unit = units + (item // splits) * 4
+        first = tl.load(unit)
+        num_rows = tl.load(unit + 1)
+        page = tl.load(unit + 2)
+        page_and_live = tl.load(unit + 3)
+        row = tl.load(rows + first + i, i < num_rows, -1)
+        row_mask = row >= 0
+        x_offsets = row.to(tl.int64) * x_stride
+        scale = tl.load(scales + page * (COLUMNS // 16) + column // 16, column < COLUMNS, 0.0)
+        a_mask = (column % 16 <= page_and_live % 16) & (scale != 0)
+        a_offsets = (page.to(tl.int64) * COLUMNS + column) * size
+        start = split * split_size
+        end = tl.minimum(start + split_size, size)
+        k = start + tl.arange(0, BLOCK_K)
+        # The first chunk of A, which no kernel of the step writes, travels while the kernel before drains.
+        a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
+        wait_for_inputs(PDL)
+        x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
+        acc = tl.dot(x_block, a_block, input_precision="ieee")
+        for chunk in range(start + BLOCK_K, end, BLOCK_K):
+            k = chunk + tl.arange(0, BLOCK_K)
+            x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
+            a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
+            acc = tl.dot(x_block, a_block, acc, input_precision="ieee")
+        target = v + split.to(tl.int64) * v_split_stride + (page_and_live // 16) * COLUMNS
+        offsets = (first + i).to(tl.int64)[:, None] * v_row_stride + column[None, :]
+        mask = (i < num_rows)[:, None] & (column < COLUMNS)[None, :]
+        tl.store(target + offsets, acc * scale[None, :], mask)
+    wait_for_inputs(PDL)
+
+
+@triton.jit
+def _four_splits(v, offsets, mask, group, splits, v_split_stride):
+    s = group + tl.arange(0, 4)
+    pointers = v + s.to(tl.int64)[:, None, None] * v_split_stride + offsets[None, :, :]
+    return tl.sum(tl.load(pointers, (s < splits)[:, None, None] & mask[None, :, :], 0.0), 0)
+
+
+@triton.jit
+def _sum_splits(
+    v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constexpr, FEW_RANK_ROWS: tl.constexpr
+):
+    """float32 [rows, rank rows]: the live splits, summed in an order that depends on nothing else.
+
+    As many loads are in flight at once as registers allow for.
+    """
+    if MAX_SPLITS <= 4:
+        total = tl.load(v + offsets, mask, 0.0)
+        for s in range(1, splits):
+            total += tl.load(v + s * v_split_stride + offsets, mask, 0.0)
+    else:
+        total = _four_splits(v, offsets, mask, 0, splits, v_split_stride)
+        if FEW_RANK_ROWS:
+            for group in tl.static_range(4, MAX_SPLITS, 4):
+                total += _four_splits(v, offsets, mask, group, splits, v_split_stride)
+        else:
+            for group in range(4, splits, 4):
+                total += _four_splits(v, offsets, mask, group, splits, v_split_stride)
+    return total
+
+
+@triton.jit
+def _halves(v, b):
+    """v in float32 as the sum of two numbers of the type of b, so that the tensor cores lose nothing of it."""
+    high = v.to(b.dtype.element_ty)
+    return high, (v - high.to(tl.float32)).to(b.dtype.element_ty)
+
+
+@triton.jit
+def _add_columns(high, low, b_block, y_pointers, y_block, y_mask):
+    acc = tl.dot(high, b_block, input_precision="ieee")
+    if b_block.dtype != tl.float32:
+        acc = tl.dot(low, b_block, acc)
+    tl.store(y_pointers, (y_block.to(tl.float32) + acc).to(y_block.dtype), y_mask)
+
+
+@triton.jit
+def _expand_columns(
+    v,
+    b,
+    y,
+    rows,
+    pages,
+    page,
+    first,
+    num_rows,
+    rank,
+    projection,
+    start,
+    end,
+    splits,
+    y_stride,
+    v_split_stride,
+    v_row_stride,
+    COLUMNS: tl.constexpr,
+    OUT: tl.constexpr,
+    RANK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Columns ``start`` to ``end`` of one tile, for an adapter of at most RANK_ROWS rank rows."""
+    i = tl.arange(0, TILE_ROWS)
+    r = tl.arange(0, RANK_ROWS)
+    row = tl.load(rows + first + i, i < num_rows, -1)
+    if RANK_ROWS == 16:
+        b_offsets = (page.to(tl.int64) * 16 + r) * OUT
+    else:
+        b_offsets = (tl.load(pages + r // 16, r < rank, 0).to(tl.int64) * 16 + r % 16) * OUT
+    y_offsets = row.to(tl.int64) * y_stride
+    v_offsets = (first + i)[:, None] * v_row_stride + ((r // 16) * COLUMNS + projection * 16 + r % 16)[
+        None, :
+    ]
+    v_mask = (i < num_rows)[:, None] & (r // 16 * 16 < rank)[None, :]
+    if RANK_ROWS == 16:
+        # The first block of B, which no kernel of the step writes, travels while the kernel before drains.
+        n = start + tl.arange(0, BLOCK_N)
+        b_mask = (r < rank)[:, None]
+        y_mask = (row >= 0)[:, None]
+        if not EVEN_N:
+            b_mask = b_mask & (n < end)[None, :]
+            y_mask = y_mask & (n < end)[None, :]
+        b_block = tl.load(b + b_offsets[:, None] + n[None, :], b_mask, 0.0)
+        wait_for_inputs(PDL)
+        y_pointers = y + y_offsets[:, None] + n[None, :]
+        y_block = tl.load(y_pointers, y_mask, 0.0)
+        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, True), b)
+        _add_columns(high, low, b_block, y_pointers, y_block, y_mask)
+        start += BLOCK_N
+    else:
+        wait_for_inputs(PDL)
+        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, False), b)
+    for block in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+        n = block + tl.arange(0, BLOCK_N)
+        b_mask = (r < rank)[:, None]
+        y_mask = (row >= 0)[:, None]
+        if not EVEN_N:
+            b_mask = b_mask & (n < end)[None, :]
+            y_mask = y_mask & (n < end)[None, :]
+        b_block = tl.load(b + b_offsets[:, None] + n[None, :], b_mask, 0.0)
+        y_pointers = y + y_offsets[:, None] + n[None, :]
+        y_block = tl.load(y_pointers, y_mask, 0.0)
+        _add_columns(high, low, b_block, y_pointers, y_block, y_mask)
+
+
+@triton.jit(do_not_specialize=["fill", "expand_fill"])
+def expand(
+    v,
+    scales,
+    b,
+    y,
+    tiles,
+    counts,
+    rows,
+    segment_pages,
+    size,
+    fill,
+    expand_fill,
+    y_stride,
+    v_split_stride,
+    v_row_stride,
+    split_0,
+    split_1,
+    split_2,
+    split_3,
+    MAX_PAGES: tl.constexpr,
+    RANK_ROWS: tl.constexpr,
+    PROJECTIONS: tl.constexpr,
+    OUT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    num_tiles = tl.load(counts)
+    splits, _ = _split_of(tl.load(counts + 1), size, fill, BLOCK_K, MAX_SPLITS)
+    # An item of work is a tile and some columns of one projection: so many that about expand_fill items result.
+    blocks = tl.cdiv(split_1 - split_0, BLOCK_N) + tl.cdiv(split_2 - split_1, BLOCK_N)
+    blocks += tl.cdiv(split_3 - split_2, BLOCK_N)
+    width = tl.maximum(tl.cdiv(num_tiles * blocks, expand_fill), 1) * BLOCK_N
+    items_0 = tl.cdiv(split_1 - split_0, width)
+    items_1 = items_0 + tl.cdiv(split_2 - split_1, width)
+    items = items_1 + tl.cdiv(split_3 - split_2, width)
+    for item in range(tl.program_id(0), num_tiles * items, tl.num_programs(0)):
+        part = item % items
+        tile = tiles + (item // items) * 5
+        first = tl.load(tile)
+        num_rows = tl.load(tile + 1)
+        segment = tl.load(tile + 2)
+        rank = tl.load(tile + 3)
+        page = tl.load(tile + 4)
+        projection = (part >= items_0).to(tl.int32) + (part >= items_1).to(tl.int32)
+        start = split_0 + part * width
+        end = split_1
+        if part >= items_1:
+            start = split_2 + (part - items_1) * width
+            end = split_3
+        elif part >= items_0:
+            start = split_1 + (part - items_0) * width
+            end = split_2
+        end = tl.minimum(start + width, end)
+        pages = segment_pages + segment * MAX_PAGES
+        # An adapter that lacks the projection costs nothing here, and its page may hold anything.
+        if tl.load(scales + page * PROJECTIONS + projection) != 0:
+            if (RANK_ROWS == 16) | (rank <= 16):
+                _expand_columns(
+                    v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
+                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, TILE_ROWS, BLOCK_N,
+                    EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                )  # fmt: skip
+            else:
+                _expand_columns(
+                    v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
+                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, RANK_ROWS, TILE_ROWS, BLOCK_N,
+                    EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                )  # fmt: skip
+    wait_for_inputs(PDL)

@@ -1,0 +1,106 @@
+"""The work list of a step's LoRA kernels, made on the device from the plan.
+
+Made once a step and read by every layer. It is a kernel, not host code, so that a captured graph holds it: at
+each replay it follows whatever the static buffers of the plan say, for any number of adapters.
+
+    tiles  int32 [max_tiles, 5]   first of rows | rows | segment | its rank | its first page id
+    units  int32 [max_units, 4]   first of rows | rows | page id | page number * 16 + live rank rows - 1
+
+A tile is up to ``tile_rows`` rows of one segment: the unit of expand. A unit is one tile under one rank page:
+the unit of shrink. ``counts`` holds how many of each are live.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.plans import LoraPlan, LoraTiles
+
+FEW_ROWS = 16
+MANY_ROWS = 64
+
+
+def tile_rows_for(plan: LoraPlan) -> int:
+    """Rows of a tile: few where segments are short, as in decode, many in prefill."""
+    return FEW_ROWS if plan.num_rows <= 256 or plan.max_segment_rows <= 2 * FEW_ROWS else MANY_ROWS
+
+
+def make_tiles(plan: LoraPlan, tile_rows: int | None = None) -> LoraTiles:
+    """Launches the kernel that fills the work list of ``plan``.
+
+    Segments that are padding (no rows, or no rank) get no tile. Sizes of buffers and grid come from the
+    shapes of the plan's tensors and ``max_segment_rows``: under graph capture these must be the largest that
+    any replay needs.
+    """
+    tile_rows = tile_rows or tile_rows_for(plan)
+    num_segments, num_pages = plan.segment_pages.shape
+    max_tiles = min(plan.rows.shape[0], plan.rows.shape[0] // tile_rows + num_segments)
+    device = plan.rows.device
+    tiles = torch.empty((max_tiles, 5), dtype=torch.int32, device=device)
+    units = torch.empty((max_tiles * num_pages, 4), dtype=torch.int32, device=device)
+    counts = torch.empty(2, dtype=torch.int32, device=device)
+    _make_tiles[(max(1, triton.cdiv(plan.max_segment_rows, tile_rows)),)](
+        plan.segment_starts,
+        plan.segment_pages,
+        plan.segment_ranks,
+        tiles,
+        units,
+        counts,
+        num_segments,
+        MAX_PAGES=num_pages,
+        TILE_ROWS=tile_rows,
+        BLOCK=triton.next_power_of_2(num_segments),
+    )
+    # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,
+    # which starts only when the list is written, makes that safe.
+    return LoraTiles(tiles, units, counts.clone(), tile_rows)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _make_tiles(
+    segment_starts,
+    segment_pages,
+    segment_ranks,
+    tiles,
+    units,
+    counts,
+    num_segments,
+    MAX_PAGES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program k writes the k-th tile of every segment."""
+    k = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    live = n < num_segments
+    start = tl.load(segment_starts + n, live, 0)
+    rows = tl.load(segment_starts + n + 1, live, 0) - start
+    rank = tl.load(segment_ranks + n, live, 0)
+    rows = tl.where(rank > 0, tl.maximum(rows, 0), 0)
+    num_pages = (rank + 15) // 16
+    num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    num_units = num_tiles * num_pages
+    tile = tl.cumsum(num_tiles, 0) - num_tiles + k
+    unit = tl.cumsum(num_units, 0) - num_units + k * num_pages
+    if k == 0:
+        tl.store(counts, tl.sum(num_tiles, 0))
+        tl.store(counts + 1, tl.sum(num_units, 0))
+    has = num_tiles > k
+    first = start + k * TILE_ROWS
+    size = tl.minimum(rows - k * TILE_ROWS, TILE_ROWS)
+    record = tiles + tile * 5
+    tl.store(record, first, has)
+    tl.store(record + 1, size, has)
+    tl.store(record + 2, n, has)
+    tl.store(record + 3, rank, has)
+    tl.store(record + 4, tl.load(segment_pages + n * MAX_PAGES, has, 0), has)
+    for p in range(MAX_PAGES):
+        has_page = has & (num_pages > p)
+        page = tl.load(segment_pages + n * MAX_PAGES + p, has_page, 0)
+        record = units + (unit + p) * 4
+        tl.store(record, first, has_page)
+        tl.store(record + 1, size, has_page)
+        tl.store(record + 2, page, has_page)
+        tl.store(record + 3, p * 16 + tl.minimum(rank - p * 16, 16) - 1, has_page)

@@ -1,0 +1,123 @@
+"""Sampling on the device: ``kernels.sampling_batch`` says what, ``kernels.reference`` says it in torch.
+
+No sort. The filters (top-k, min-p, top-p) amount to one threshold on a row's ``logits / temperature``,
+which a radix search finds: 16 passes over the row, two bits of the threshold each, counting (or summing
+the mass of) the tokens above three candidates at a time. Then one pass draws by Gumbel-max, a chunk of
+the vocabulary a program, and a last small kernel joins the chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kernels.gpu import sampling_kernels
+from kernels.gpu.launch import dependent_launch
+from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
+
+_CHUNK = 4096
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    """See ``kernels.sampling.sample``. The host does not wait for the device."""
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if num_rows == 0:
+        return Sampled(tokens, finite)
+    edited = logits if batch.edits is None else _edit(logits, batch.edits)
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
+    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    best = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    best_tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    flags = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    pdl = dependent_launch(logits)
+    launch = {"PDL": pdl, "launch_pdl": pdl}
+    if not batch.all_greedy:
+        sampling_kernels.find_threshold[(num_rows,)](
+            edited,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            thresholds,
+            edited.stride(0),
+            vocab_size,
+            GREEDY_BELOW=GREEDY_BELOW,
+            BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
+            num_warps=16,
+            **launch,
+        )
+    sampling_kernels.draw_chunk[(num_rows, num_chunks)](
+        logits,
+        edited,
+        batch.temperature,
+        batch.seeds,
+        batch.positions,
+        thresholds,
+        best,
+        best_tokens,
+        flags,
+        logits.stride(0),
+        edited.stride(0),
+        vocab_size,
+        GREEDY_BELOW=GREEDY_BELOW,
+        ALL_GREEDY=batch.all_greedy,
+        HAS_EDITS=batch.edits is not None,
+        CHUNK=_CHUNK,
+        num_warps=8,
+        **launch,
+    )
+    sampling_kernels.join_chunks[(num_rows,)](
+        best,
+        best_tokens,
+        flags,
+        tokens,
+        finite,
+        NUM_CHUNKS=num_chunks,
+        BLOCK=triton.next_power_of_2(num_chunks),
+        num_warps=1,
+        **launch,
+    )
+    if batch.num_logprobs is None:
+        return Sampled(tokens, finite)
+    return _with_logprobs(logits, tokens, finite, batch.num_logprobs)
+
+
+def _edit(logits: torch.Tensor, edits: TokenEdits) -> torch.Tensor:
+    """A float32 copy of ``logits`` with the sparse changes."""
+    edited = logits.to(torch.float32, copy=True)
+    num_entries = edits.rows.shape[0]
+    if num_entries:
+        block = 256
+        pdl = dependent_launch(logits)
+        sampling_kernels.edit[(triton.cdiv(num_entries, block),)](
+            edited,
+            edits.rows,
+            edits.tokens,
+            edits.biases,
+            edits.counts,
+            edits.seen,
+            edits.presence,
+            edits.frequency,
+            edits.repetition,
+            edited.stride(0),
+            num_entries,
+            BLOCK=block,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+    return edited
+
+
+def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, finite: torch.Tensor, count: int) -> Sampled:
+    logprobs = logits.float().log_softmax(dim=1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    # torch.topk leaves open which of equal values it takes: the token id, reversed, makes every key unique.
+    bits = logprobs.view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    keys = (ordered << 32) | (0xFFFFFFFF - ids)
+    top = 0xFFFFFFFF - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+    return Sampled(tokens, finite, chosen, top, logprobs.gather(1, top))

@@ -1,0 +1,134 @@
+"""The Triton LoRA kernels, interpreted on the CPU, against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.gpu import lora
+from kernels.gpu.lora_tiles import make_tiles
+from kernels.plans import LoraPlan, LoraPool
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
+
+NUM_PAGES = 24
+
+
+def make_plan(segments: list[tuple[int, int]], num_tokens: int, max_pages: int, spare: int = 0) -> LoraPlan:
+    """Segments of ``(rows, rank)`` over random tokens and pages, with ``spare`` padding rows and segments."""
+    order, pages = torch.randperm(num_tokens), torch.randperm(NUM_PAGES).tolist()
+    starts, table, ranks, total = [0], [], [], 0
+    rows: list[int] = []
+    for count, rank in segments:
+        rows += sorted(order[total : total + count].tolist())
+        total += count
+        starts.append(total)
+        owned = [pages.pop() for _ in range(-(-rank // 16))]
+        table.append(owned + [-1] * (max_pages - len(owned)))
+        ranks.append(rank)
+    starts += [total] * spare
+    table += [[-1] * max_pages] * spare
+    ranks += [0] * spare
+    return LoraPlan(
+        rows=torch.tensor(rows + [-1] * spare, dtype=torch.int32),
+        segment_starts=torch.tensor(starts, dtype=torch.int32),
+        segment_pages=torch.tensor(table, dtype=torch.int32),
+        segment_ranks=torch.tensor(ranks, dtype=torch.int32),
+        num_rows=total,
+        num_segments=len(ranks),
+        max_segment_rows=max(count for count, _ in segments),
+    )
+
+
+def make_pool(plan: LoraPlan, size: int, outs: list[int], dtype: torch.dtype) -> LoraPool:
+    """Random pages; whatever no live rank row owns is NaN."""
+    splits = [0]
+    for out in outs:
+        splits.append(splits[-1] + out)
+    a = torch.full((NUM_PAGES, len(outs), 16, size), float("nan"), dtype=dtype)
+    b = torch.full((NUM_PAGES, 16, splits[-1]), float("nan"), dtype=dtype)
+    scales = torch.rand(NUM_PAGES, len(outs)) + 0.5
+    for pages, rank in zip(plan.segment_pages.tolist(), plan.segment_ranks.tolist(), strict=True):
+        for p in range(-(-rank // 16)):
+            live = min(16, rank - 16 * p)
+            a[pages[p], :, :live] = torch.randn(len(outs), live, size).to(dtype) / size**0.5
+            b[pages[p], :live] = torch.randn(live, splits[-1]).to(dtype)
+    return LoraPool(a, b, scales, tuple(splits))
+
+
+def expected(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
+    wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
+    out = y.double()
+    reference.lora_expand(reference.lora_shrink(x.double(), wide, plan), out, wide, plan)
+    return out
+
+
+def check(plan: LoraPlan, pool: LoraPool, num_tokens: int, tile_rows: int | None = None) -> None:
+    dtype = pool.a.dtype
+    x = torch.randn(num_tokens, pool.a.shape[3]).to(dtype)
+    y = torch.randn(num_tokens, pool.splits[-1]).to(dtype)
+    base = sorted(set(range(num_tokens)) - set(plan.rows.tolist()))
+    x[base], y[base] = float("nan"), float("nan")
+    out = y.clone()
+    lora.apply_lora(x, out, pool, replace(plan, tiles=make_tiles(plan, tile_rows)))
+    want = expected(x, y, pool, plan)
+    rows = plan.rows[plan.rows >= 0].long()
+    tolerance = 2e-3 if dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(out[rows].double(), want[rows], rtol=tolerance, atol=tolerance)
+    assert out[base].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rank", [1, 8, 16, 24, 64, 128])
+def test_one_row_of_each_rank(rank: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rank)
+    plan = make_plan([(1, rank)], num_tokens=1, max_pages=8)
+    check(plan, make_pool(plan, 96, [48, 16, 16], dtype), num_tokens=1)
+
+
+@pytest.mark.parametrize("outs", [[64], [48, 80], [64, 32, 32]])
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_mixed_ranks_base_rows_padding_and_empty_segments(outs: list[int], tile_rows: int) -> None:
+    torch.manual_seed(len(outs))
+    segments = [(1, 8), (0, 16), (17, 16), (3, 64), (33, 32), (2, 16)]
+    plan = make_plan(segments, num_tokens=70, max_pages=4, spare=3)
+    check(plan, make_pool(plan, 160, outs, torch.float16), num_tokens=70, tile_rows=tile_rows)
+
+
+def test_input_long_enough_to_be_split_and_looped_over() -> None:
+    torch.manual_seed(0)
+    plan = make_plan([(2, 16), (1, 40)], num_tokens=4, max_pages=4)
+    pool = make_pool(plan, 2200, [600], torch.float32)
+    check(plan, pool, num_tokens=4)
+    x, y = torch.randn(4, 2200), torch.zeros(4, 600)
+    tiled = lora.prepare(plan)
+    config = lora.ShrinkConfig(block_k=128, max_splits=4, fill=6)
+    shrunk = lora.lora_shrink(x, pool, tiled, config)
+    lora.lora_expand(shrunk, y, pool, tiled, lora.ExpandConfig(128), config)
+    want = expected(x, torch.zeros(4, 600), pool, plan)
+    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_without_a_projection_leaves_its_columns_alone() -> None:
+    torch.manual_seed(0)
+    plan = make_plan([(2, 16), (3, 16)], num_tokens=5, max_pages=1)
+    pool = make_pool(plan, 64, [32, 32, 32], torch.float32)
+    page = int(plan.segment_pages[1, 0])
+    pool.scales[page, 1] = 0
+    pool.a[page, 1], pool.b[page, :, 32:64] = float("nan"), float("nan")
+    check(plan, pool, num_tokens=5)
+
+
+def test_work_list_counts_only_live_tiles_and_pages() -> None:
+    plan = make_plan([(17, 24), (0, 16), (16, 8)], num_tokens=33, max_pages=4, spare=2)
+    tiles = make_tiles(plan, tile_rows=16)
+    assert tiles.counts.tolist() == [3, 5]
+    first, second = plan.segment_pages[0, :2].tolist()
+    third = int(plan.segment_pages[2, 0])
+    want = [[0, 16, 0, 24, first], [16, 1, 0, 24, first], [17, 16, 2, 8, third]]
+    assert tiles.tiles[:3].tolist() == want
+    assert tiles.units[:2].tolist() == [[0, 16, first, 15], [0, 16, second, 16 + 7]]
+    assert tiles.units[4].tolist() == [17, 16, third, 7]
