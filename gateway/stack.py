@@ -217,16 +217,15 @@ def check_ports(plan: StackPlan) -> None:
     """Raises StackError that names every port of the plan that is taken, and the flag that chooses
     another."""
     wanted = [
-        ("gateway", "--port", plan.host, plan.port),
-        ("engine", "--engine-port", "127.0.0.1", plan.engine_port),
+        ("the gateway", "--port", plan.host, plan.port),
+        ("the engine", "--engine-port", "127.0.0.1", plan.engine_port),
     ]
     if plan.redis_url is None:
         wanted.append(("Valkey", "--redis-port", "127.0.0.1", plan.redis_port))
     taken = [entry for entry in wanted if not _port_is_free(entry[2], entry[3])]
     if taken:
         lines = [
-            f"Port {port} for the {name} is taken; choose another with {flag}."
-            for name, flag, _, port in taken
+            f"Port {port} for {name} is taken; choose another with {flag}." for name, flag, _, port in taken
         ]
         raise StackError("\n".join([*lines, "Is another stack running?"]))
 
