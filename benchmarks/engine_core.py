@@ -59,10 +59,12 @@ class SleepingRunner:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self.starts: list[float] = []
+        self.cpu: list[float] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
         if len(plan.rows) == NUM_SEQS and all(len(row.tokens) == 1 for row in plan.rows):
             self.starts.append(time.perf_counter())
+            self.cpu.append(time.thread_time())
         if self._step_s:
             time.sleep(self._step_s)
         return StepResult(
@@ -143,8 +145,11 @@ def offline_step_s() -> list[float]:
     return runner.step_times()
 
 
-async def online_step_s() -> list[float]:
-    """Step times of the same work, with every stream going over one link to another process."""
+async def online_step_s() -> tuple[list[float], dict[str, float]]:
+    """Step times of the same work, with every stream going over one link to another process.
+
+    Also the milliseconds of CPU a step that the loop's thread and the server's thread take.
+    """
     runner = SleepingRunner(STEP_S)
     loop, _, tiers = make_core(runner)
     events = asyncio.get_running_loop()
@@ -158,12 +163,16 @@ async def online_step_s() -> list[float]:
     loop.start(deliver, lambda: None)
     client = multiprocessing.get_context("spawn").Process(target=run_client, args=(port,))
     client.start()
+    begin = time.thread_time()
     await asyncio.to_thread(client.join)
+    server_s = time.thread_time() - begin
     assert client.exitcode == 0
     await server.stop()
     loop.stop()
     tiers.close()
-    return runner.step_times()
+    loop_s = runner.cpu[-1] - runner.cpu[0]
+    cpu_ms = {"loop": 1e3 * loop_s / len(runner.cpu), "server": 1e3 * server_s / len(runner.cpu)}
+    return runner.step_times(), cpu_ms
 
 
 def run_client(port: int) -> None:
@@ -202,9 +211,12 @@ def main() -> int:
     costs = scheduling_us()
     offline: list[float] = []
     online: list[float] = []
+    cpu_ms: list[dict[str, float]] = []
     for _ in range(ROUNDS):
         offline.append(statistics.median(offline_step_s()))
-        online.append(statistics.median(asyncio.run(online_step_s())))
+        times, cpu = asyncio.run(online_step_s())
+        online.append(statistics.median(times))
+        cpu_ms.append(cpu)
     figures = {
         "sequences": NUM_SEQS,
         "load_average_before": load,
@@ -213,6 +225,8 @@ def main() -> int:
         "update_us": costs["update"],
         "offline_step_ms": [1e3 * value for value in offline],
         "online_step_ms": [1e3 * value for value in online],
+        "loop_cpu_ms": min(cpu["loop"] for cpu in cpu_ms),
+        "server_cpu_ms": min(cpu["server"] for cpu in cpu_ms),
         "online_over_offline": statistics.median(online) / statistics.median(offline),
         "best_online_over_best_offline": min(online) / min(offline),
     }

@@ -127,7 +127,7 @@ def test_one_slot_and_a_flood_the_cold_one_starts_within_the_bound(ranks: tuple[
         steps += 1
         while engine.scheduler.is_loading and engine.tiers._done.empty():
             engine.wait_for_loads()
-    assert steps <= tokens + 2
+        assert steps <= tokens + 2
     while ("link", 2, 0) not in engine.finished:
         engine.step()
     assert engine.tokens["link", 2, 0] == expected_output(make_request(5, adapter="b", max_tokens=tokens))
@@ -180,7 +180,7 @@ def test_small_cold_adapters_do_not_take_the_pages_that_a_large_one_waits_for() 
         steps += 1
         while engine.scheduler.is_loading and engine.tiers._done.empty():
             engine.wait_for_loads()
-    assert steps <= 45
+        assert steps <= 45
     engine.close()
 
 

@@ -14,6 +14,8 @@ from engine.sequence import Sequence, Status
 
 def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
     counters = VirtualTokenCounters()
+    counters.arrive("idle", 1)
+    counters.depart("idle")
     counters.arrive("busy", 1)
     counters.arrive("busier", 1)
     counters.charge_input("busy", 100)

@@ -106,6 +106,8 @@ def test_choices_share_the_prompt_and_part_on_writing(prompt: int, caching: bool
     engine.step()
     shared = 32 - engine.pool.num_idle
     assert shared == -(-prompt // 16), "four choices hold the blocks of one prompt"
+    assert engine.scheduler.num_running == 4
+    assert sizes(engine.step()) == [1, 1, 1, 1]
     engine.run()
     assert_right(engine, request)
     engine.check_all_free()
