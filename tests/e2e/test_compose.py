@@ -1,0 +1,210 @@
+"""docker-compose.yml cannot rot: its services run here as local processes, as the file says.
+
+Each service's own command runs with its own environment and health check, in the order of its dependencies;
+only what containers give is replaced: host names become 127.0.0.1, ports free ones, volumes folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from engine.settings import EngineSettings
+from examples.smollm2 import gguf_file
+from gateway.settings import GatewaySettings
+from gateway.stack import valkey_argv
+
+ROOT = Path(__file__).parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PORTS = {"redis": "6379", "gateway": "8000", "engine": "50051"}
+OPERATOR_KEY = "the operator's key of this test"
+START_LIMIT_S = 120
+
+
+def substituted(text: str, environment: Mapping[str, str]) -> str:
+    """Compose's own `${NAME:-default}`."""
+    return re.sub(
+        r"\$\{(\w+)(?::-([^}]*))?\}", lambda match: environment.get(match[1]) or match[2] or "", text
+    )
+
+
+@dataclass
+class LocalCompose:
+    """The services as processes, with what replaces the containers' world."""
+
+    folder: Path
+    given: Mapping[str, str]
+    ports: dict[str, str] = field(default_factory=dict)
+    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+
+    def local(self, text: str) -> str:
+        """A word of the compose file as it must read outside of containers."""
+        text = substituted(text, self.given)
+        for service, port in PORTS.items():
+            text = re.sub(rf"\b{port}\b", self.ports[service], text)
+            text = re.sub(rf"\b{service}:(?=\d)", "127.0.0.1:", text)
+        return text.replace("0.0.0.0", "127.0.0.1").replace("/var/lib/loraplex", str(self.folder))
+
+    def environment(self, service: str) -> dict[str, str]:
+        """What the service's process sees."""
+        named = SERVICES[service].get("environment", {})
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        shared = {"PATH": path, "HOME": str(self.folder), "OMP_NUM_THREADS": "2"}
+        return {**shared, **{name: self.local(value) for name, value in named.items()}}
+
+    def command(self, words: list[str]) -> list[str]:
+        """A command of the file; Valkey's programs come from the wheel, which has only the server."""
+        local = [self.local(word) for word in words]
+        if local[0] == "valkey-server":
+            return [*valkey_argv(int(self.ports["redis"]), self.folder / "redis"), *local[1:]]
+        if local[0] == "valkey-cli":
+            ping = "import redis, sys; redis.Redis(port=int(sys.argv[1])).ping()"
+            return [sys.executable, "-c", ping, self.ports["redis"]]
+        return local
+
+    async def start(self, service: str) -> None:
+        """Starts a service and waits until its own health check says that it is healthy."""
+        log = (self.folder / f"{service}.log").open("wb")
+        self.processes[service] = process = await asyncio.create_subprocess_exec(
+            *self.command(SERVICES[service]["command"]),
+            env=self.environment(service),
+            cwd=self.folder,
+            stdout=log,
+            stderr=log,
+        )
+        log.close()
+        deadline = time.monotonic() + START_LIMIT_S
+        while not await self._healthy(service):
+            text = (self.folder / f"{service}.log").read_text()
+            assert process.returncode is None, f"{service} ended with {process.returncode}:\n{text}"
+            assert time.monotonic() < deadline, f"{service} is not healthy:\n{text}"
+            await asyncio.sleep(0.2)
+
+    async def stop(self) -> None:
+        """Ends all services, the last started first."""
+        for process in reversed(self.processes.values()):
+            if process.returncode is None:
+                process.terminate()
+                try:
+                    await asyncio.wait_for(process.wait(), 20)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+
+    async def _healthy(self, service: str) -> bool:
+        kind, *words = SERVICES[service]["healthcheck"]["test"]
+        assert kind == "CMD"
+        check = await asyncio.create_subprocess_exec(
+            *self.command(words),
+            env=self.environment(service),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        return await check.wait() == 0
+
+
+def start_order(wanted: set[str]) -> list[str]:
+    """The services, each after those that it depends on."""
+    order: list[str] = []
+
+    def add(service: str) -> None:
+        for name, dependency in SERVICES[service].get("depends_on", {}).items():
+            assert dependency["condition"] == "service_healthy"
+            if name in wanted:
+                add(name)
+        if service not in order:
+            order.append(service)
+
+    for service in sorted(wanted):
+        add(service)
+    return order
+
+
+@asynccontextmanager
+async def compose_up(folder: Path, **given: str) -> AsyncIterator[LocalCompose]:
+    sockets = {service: socket.create_server(("127.0.0.1", 0)) for service in PORTS}
+    ports = {service: str(listener.getsockname()[1]) for service, listener in sockets.items()}
+    for listener in sockets.values():
+        listener.close()
+    stack = LocalCompose(folder, given, ports)
+    try:
+        for service in start_order(set(PORTS)):
+            await stack.start(service)
+        yield stack
+    finally:
+        await stack.stop()
+
+
+@pytest.mark.e2e
+async def test_the_services_of_the_compose_file_answer_a_tenant(tmp_path: Path) -> None:
+    given = {"LORAPLEX_MODEL": str(gguf_file()), "LORAPLEX_OPERATOR_KEY": OPERATOR_KEY}
+    async with compose_up(tmp_path, **given) as stack:
+        url = f"http://127.0.0.1:{stack.ports['gateway']}"
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            operator = {"Authorization": f"Bearer {OPERATOR_KEY}"}
+            await client.post("/admin/tenants", headers=operator, json={"id": "acme", "name": "Acme"})
+            key = (await client.post("/admin/tenants/acme/keys", headers=operator, json={})).json()["key"]
+            headers = {"Authorization": f"Bearer {key}"}
+            [model] = (await client.get("/v1/models", headers=headers)).json()["data"]
+            body = {"model": model["id"], "prompt": "The sky is", "max_tokens": 4, "temperature": 0}
+            answer = await client.post("/v1/completions", headers=headers, json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 4
+            assert answer.json()["choices"][0]["text"].strip()
+
+
+def test_every_variable_in_the_file_is_a_setting() -> None:
+    settings = {"gateway": GatewaySettings, "engine": EngineSettings, "engine-gpu": EngineSettings}
+    for service, kind in settings.items():
+        for name in SERVICES[service]["environment"]:
+            if name.startswith("LORAPLEX_"):
+                assert name.removeprefix("LORAPLEX_").lower() in kind.model_fields, (service, name)
+
+
+def test_the_gpu_engine_is_the_cpu_engine_on_a_gpu() -> None:
+    cpu, gpu = SERVICES["engine"], SERVICES["engine-gpu"]
+    assert [word.replace("engine-gpu", "engine") for word in gpu["command"]] == cpu["command"]
+    assert (cpu["profiles"], gpu["profiles"]) == (["cpu"], ["gpu"])
+    for part in ("environment", "volumes", "healthcheck", "depends_on"):
+        assert cpu[part] == gpu[part]
+
+
+def test_nothing_secret_is_in_the_file_and_every_mount_is_a_volume() -> None:
+    for service in SERVICES.values():
+        for name, value in service.get("environment", {}).items():
+            if "KEY" in name:
+                assert value == f"${{{name}:-}}"
+        for mount in service["volumes"]:
+            assert mount.split(":")[0] in COMPOSE["volumes"]
+        assert service["healthcheck"]["test"]
+
+
+def test_the_images_run_without_root_and_the_gateways_has_no_torch() -> None:
+    for service in ("gateway", "engine"):
+        lines = (ROOT / SERVICES[service]["build"]["dockerfile"]).read_text().splitlines()
+        assert "USER loraplex" in lines
+        text = "\n".join(line for line in lines if not line.startswith("#"))
+        assert ("torch" in text) == (service == "engine")
+        for source in re.findall(r"^COPY (\S+)", text, re.MULTILINE):
+            assert (ROOT / source).exists()
+
+
+def test_the_images_see_all_that_they_are_built_from() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split("\n")
+    built_from = ("adapters", "engine", "gateway", "kernels", "protos")
+    for name in (*built_from, "pyproject.toml", "requirements.lock", "README.md", "LICENSE"):
+        assert f"!{name}" in ignored
+        assert (ROOT / name).exists()
