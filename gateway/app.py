@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.api import adapters, admin, chat, completions, health, models
+from gateway.body_limit import BodyLimit
 from gateway.errors import install_error_handling
 from gateway.services import Services, open_services
 from gateway.settings import GatewaySettings
@@ -25,6 +26,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
             yield
 
     app = FastAPI(title="Loraplex", lifespan=lifespan, redoc_url=None)
+    app.add_middleware(BodyLimit, exempt={"/v1/adapters"})
     install_error_handling(app)
     for module in (chat, completions, models, adapters, admin, health):
         app.include_router(module.router)

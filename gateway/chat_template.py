@@ -1,7 +1,9 @@
-"""Renders a model's chat template exactly as transformers' `apply_chat_template` does, in a sandbox with a budget.
+"""Renders a model's chat template exactly as transformers' `apply_chat_template` does, in a sandbox with a
+budget.
 
-The template comes with the model, so whoever published the model wrote it: it may not reach Python's internals
-(jinja2's immutable sandbox), and may not loop for ever (a budget of loop rounds, macro calls and range items).
+The template comes with the model, so whoever published the model wrote it: it may not reach Python's
+internals (jinja2's immutable sandbox), and may not loop for ever (a budget of loop rounds, macro calls and
+range items).
 """
 
 from __future__ import annotations
@@ -129,9 +131,9 @@ _budget = _Budget()
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks the assistant's text for training; renders its body here."""
+    """`{% generation %}…{% endgeneration %}`: marks text for training; here, renders its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -155,7 +157,7 @@ class _Rounds(Extension):
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox, whose loops and macros spend from the budget, and whose products stay small."""
 
-    intercepted_binops = {"*", "**"}  # noqa: RUF012 - jinja2 declares it so
+    intercepted_binops = frozenset({"*", "**"})
 
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False

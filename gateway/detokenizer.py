@@ -1,7 +1,7 @@
 """From tokens to text, piece by piece: never half a character, never a part of a stop string.
 
-The pieces of a choice, joined, are the text that decoding all of its tokens at once gives, up to the first stop
-string. Where the pieces are cut does not matter: the same tokens give the same text, streamed or not.
+The pieces of a choice, joined, are the text that decoding all of its tokens at once gives, up to the first
+stop string. Where the pieces are cut does not matter: the same tokens give the same text, streamed or not.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For every other tokenizer: decodes the last few tokens with and without the new one, and takes the difference.
+    """For every other tokenizer: decodes the last few tokens with and without the new one, and takes the
+    difference.
 
         tokens   … | prefix      | pending        |
                    ^ left context ^ not yet emitted ^ new token is appended here
 
-    The left context is there because decoders treat the start of a text specially (a leading space is stripped).
+    The left context is there because decoders treat the start of a text specially (a leading space is
+    stripped).
     """
 
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
@@ -63,7 +65,7 @@ class WindowDecoder:
         self._prefix_text = ""
 
     def step(self, token: int) -> str:
-        """See TokenDecoder. After eight tokens without a whole character, what there is counts as it stands."""
+        """See TokenDecoder. After eight tokens without a whole character, what there is counts."""
         if token in self._special:
             return ""
         self._window.append(token)
@@ -97,8 +99,8 @@ class StopMatcher:
     def feed(self, piece: str) -> str:
         """Returns the text that is now certain not to be part of a stop string.
 
-        Once a stop string is complete, `matched` holds it and the text before it has been returned; nothing may be
-        fed after that.
+        Once a stop string is complete, `matched` holds it and the text before it has been returned; nothing
+        may be fed after that.
         """
         text = self._held + piece
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]

@@ -114,7 +114,9 @@ class EngineLink:
         return sum(len(placement.open) for placement in self._placements.values())
 
     def submit(self, submit: Submit, receiver: Receiver, choices: Sequence[int]) -> int:
-        """Sends a request, whose seeds belong to the receiver's `choices` in this order. Returns its id on this link."""
+        """Sends a request, whose seeds belong to the receiver's `choices` in this order. Returns its id on
+        this link.
+        """
         assert self.ready and len(submit.seeds) == len(choices)
         request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
         submit.request_id = request_id
@@ -168,7 +170,9 @@ class EngineLink:
                 async for message in stream:
                     self._deliver(message)
             finally:
-                outbox.put_nowait(None)  # gRPC leaves the task that reads `_outgoing` behind when a stream breaks
+                outbox.put_nowait(
+                    None
+                )  # gRPC leaves the task that reads `_outgoing` behind when a stream breaks
 
     @staticmethod
     async def _outgoing(outbox: asyncio.Queue[LinkRequest | None]) -> AsyncIterator[LinkRequest]:

@@ -1,8 +1,9 @@
-"""One client's request on the engines: the tokens of its choices as they come, from whichever engine runs them.
+"""One client's request on the engines: the tokens of its choices as they come, from whichever engine runs
+them.
 
-A choice's state is its seed and the tokens received so far, and the noise of a draw depends on (seed, position, token)
-alone. So when a link breaks, each unfinished choice is submitted anew with its tokens, to any engine of the same
-model, and goes on as if nothing had happened.
+A choice's state is its seed and the tokens received so far, and the noise of a draw depends on (seed,
+position, token) alone. So when a link breaks, each unfinished choice is submitted anew with its tokens, to
+any engine of the same model, and goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Placer(Protocol):
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice: tokens in order, their logprobs if asked for, and how it ended, if it did."""
+    """What is new of one choice: tokens in order, their logprobs if asked for, how it ended if it did."""
 
     choice: int
     tokens: list[int] = field(default_factory=list)
@@ -85,7 +86,8 @@ class EngineStream:
             await self._advance()
 
     async def next(self) -> list[Delta]:
-        """Returns what is new, at least one delta; an empty list when all choices have ended, or after `close`.
+        """Returns what is new, at least one delta; an empty list when all choices have ended, or after
+        `close`.
 
         Raises ApiError 503 when no engine takes the request, and none came in time to continue a lost one.
         """
@@ -179,7 +181,9 @@ class EngineStream:
             self._wakeup.set_result(None)
 
     async def _place(self) -> None:
-        """Submits every unplaced choice. Waits for an engine only to continue a request that one had accepted."""
+        """Submits every unplaced choice. Waits for an engine only to continue a request that one had
+        accepted.
+        """
         if self._deadline is None:
             self._deadline = time.monotonic() + self._resume_timeout_s
         while self._unplaced and not self._closed:
@@ -199,7 +203,9 @@ class EngineStream:
             self._refused_by.clear()
 
     def _next_to_place(self) -> tuple[list[int], Submit]:
-        """Returns the choices of one submission, and it: a prompt's choices without tokens together, others alone."""
+        """Returns the choices of one submission, and it: a prompt's choices without tokens together, others
+        alone.
+        """
         first = min(self._unplaced)
         state = self._choices[first]
         submit = Submit()

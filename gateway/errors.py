@@ -185,9 +185,9 @@ def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
 def _rank(fault: Mapping[str, Any]) -> tuple[bool, bool, int]:
     """Orders faults by how much they tell.
 
-    An unknown or unsupported field is often why the rest does not fit. Of a field with several permitted types,
-    pydantic tells a fault per type: one of another kind than "wrong type" is about the type that was meant, and a deep
-    one knows more than a shallow one.
+    An unknown or unsupported field is often why the rest does not fit. Of a field with several permitted
+    types, pydantic tells a fault per type: one of another kind than "wrong type" is about the type that was
+    meant, and a deep one knows more than a shallow one.
     """
     known = fault["type"] not in ("extra_forbidden", "unsupported")
     return known, fault["type"].endswith("_type"), -len(fault["loc"])

@@ -18,7 +18,9 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token whose logprobs are wanted. `offset` is where its text begins in the choice's text, in characters."""
+    """A token whose logprobs are wanted. `offset` is where its text begins in the choice's text, in
+    characters.
+    """
 
     token: int
     offset: int
@@ -62,7 +64,8 @@ class _Choice:
 
 
 class Generation:
-    """The answer to one request as it comes: `await start()`, then `await next()` until it returns nothing; `close()`.
+    """The answer to one request as it comes: `await start()`, then `await next()` until it returns nothing;
+    `close()`.
 
     Use it as a context manager: whatever happens, what runs on an engine ends with it.
     """
@@ -158,7 +161,9 @@ class Generation:
         return Piece(delta.choice, text, tokens, reason)
 
     def _take_tokens(self, choice: _Choice, delta: Delta) -> str:
-        """Feeds the choice's text with the tokens up to the end token or the stop string. Returns the new text."""
+        """Feeds the choice's text with the tokens up to the end token or the stop string. Returns the new
+        text.
+        """
         text = ""
         logprobs = iter(delta.logprobs)
         for token in delta.tokens:
@@ -175,7 +180,7 @@ class Generation:
 
     @staticmethod
     def _take_shown(choice: _Choice) -> Sequence[TokenInfo]:
-        """Returns the waiting tokens whose text has begun to be shown; at the end all that are not cut off."""
+        """Returns the waiting tokens whose text has begun to be shown; at the end, all not cut off."""
         if not choice.waiting:
             return ()
         if choice.ended and not choice.text.stopped:

@@ -28,7 +28,7 @@ class Metrics:
         )
         self.inter_token = Histogram(
             "loraplex_inter_token_seconds",
-            "From one batch of a choice's tokens to the next; a batch is one token unless the reader is slow.",
+            "From one batch of a choice's tokens to the next; one token, unless the reader is slow.",
             buckets=_INTER_TOKEN_BUCKETS,
             registry=self.registry,
         )

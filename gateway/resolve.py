@@ -1,4 +1,6 @@
-"""From what the client names to what engines know, inside the key's tenant: nothing a client sends can leave it."""
+"""From what the client names to what engines know, inside the key's tenant: nothing a client sends can leave
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class ModelResolver:
     async def resolve(self, name: str, caller: Principal) -> ResolvedModel:
         """Returns what `name` means for the caller's tenant.
 
-        Raises ApiError: 404, the same for an adapter of somebody else as for none; 503 while no engine has shown its
-        model, or while an adapter not seen before cannot be looked up.
+        Raises ApiError: 404, the same for an adapter of somebody else as for none; 503 while no engine has
+        shown its model, or while an adapter not seen before cannot be looked up.
         """
         base = self._engines.model_info(name)
         if base is not None:
@@ -59,7 +61,9 @@ class ModelResolver:
         return ResolvedModel(f"{found.name}@{found.version}", base, found.digest)
 
     async def find_adapter(self, name: str, caller: Principal) -> AdapterVersion | None:
-        """Returns the caller's adapter of this name, or None. Raises ApiError 503 when it cannot be looked up."""
+        """Returns the caller's adapter of this name, or None. Raises ApiError 503 when it cannot be looked
+        up.
+        """
         try:
             adapter_name, version = parse_model_ref(name)
         except InvalidName:

@@ -1,14 +1,17 @@
 """Which engine takes a request: rendezvous hashing, corrected by load and residency.
 
-Every gateway ranks the engines by a hash of (key, engine), so that all of them agree without talking, and one engine
-more or less moves only its own share of the keys. The key is the adapter, or for the base model the prompt's
-beginning, so that requests meet the weights and the KV blocks that are already there. Two corrections:
+Every gateway ranks the engines by a hash of (key, engine), so that all of them agree without talking, and one
+engine more or less moves only its own share of the keys. The key is the adapter, or for the base model the
+prompt's beginning, so that requests meet the weights and the KV blocks that are already there. Two
+corrections:
 
-- An engine whose load exceeds 1.25 × the mean + 4 is passed over (consistent hashing with bounded loads, Mirrokni et
-  al. 2018), so that one popular adapter spreads over as many engines as it needs.
-- Of the engines that remain, the first that already holds the adapter in memory wins over one that would load it.
+- An engine whose load exceeds 1.25 × the mean + 4 is passed over (consistent hashing with bounded loads,
+  Mirrokni et al. 2018), so that one popular adapter spreads over as many engines as it needs.
+- Of the engines that remain, the first that already holds the adapter in memory wins over one that would load
+  it.
 
-What it costs: loads come from leases up to a second old, so gateways may disagree for that long while loads move.
+What it costs: loads come from leases up to a second old, so gateways may disagree for that long while loads
+move.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ _PREFIX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine as routing sees it. `load` counts sequences that run or wait; `resident`: the adapter is in memory."""
+    """An engine as routing sees it. `load` counts sequences that run or wait; `resident`: the adapter is in
+    memory.
+    """
 
     engine_id: str
     load: int
@@ -40,7 +45,7 @@ def affinity_key(adapter_digest: bytes, cache_scope: bytes, prompt: Sequence[int
 
 
 def choose(key: bytes, candidates: Sequence[Candidate]) -> str:
-    """Returns the id of the engine that takes a request with this key; there must be at least one candidate."""
+    """Returns the id of the engine that takes a request with this key; `candidates` are not empty."""
     bound = _LOAD_FACTOR * sum(candidate.load for candidate in candidates) / len(candidates) + _LOAD_SLACK
     # Never empty: the least loaded engine is at or below the mean.
     ranked = sorted(

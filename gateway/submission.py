@@ -28,8 +28,8 @@ def build_submits(
 ) -> list[Submit]:
     """Returns a Submit per prompt, complete but for the request id.
 
-    `max_tokens` None: as many as the model's length leaves. Raises ApiError 400 for a prompt that does not fit, or a
-    token that does not exist.
+    `max_tokens` None: as many as the model's length leaves. Raises ApiError 400 for a prompt that does not
+    fit, or a token that does not exist.
     """
     sampling = _sampling(fields, model.info, logprobs)
     stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
@@ -71,8 +71,8 @@ def check_prompt_tokens(prompt: Sequence[int], info: ModelInfo) -> None:
 def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:
     """Returns the 400 for a prompt that leaves no room for an answer."""
     return invalid_request(
-        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {prompt_tokens} "
-        "tokens, and at least one more must fit. Please reduce the length of the prompt.",
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
+        f"{prompt_tokens} tokens, and at least one more must fit. Please reduce the length of the prompt.",
         code="context_length_exceeded",
         param="prompt",
     )
@@ -88,8 +88,8 @@ def _limit(prompt_tokens: int, max_model_len: int, max_tokens: int | None) -> in
     if max_tokens > room:
         raise invalid_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the completion). "
-            "Please reduce the length of the prompt or of the completion.",
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the "
+            "completion). Please reduce the length of the prompt or of the completion.",
             code="context_length_exceeded",
             param="max_tokens",
         )
@@ -124,5 +124,7 @@ def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """Returns a choice's own seed: the first one's is the request's, the others are spread over all 64-bit numbers."""
+    """Returns a choice's own seed: the first one's is the request's, the others are spread over all 64-bit
+    numbers.
+    """
     return (seed + choice * _GOLDEN) & _MASK_64

@@ -1,4 +1,6 @@
-"""Tokenizers, built from the files that an engine serves: one per model digest, for as long as the process lives."""
+"""Tokenizers, built from the files that an engine serves: one per model digest, for as long as the process
+lives.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class ModelTokenizer:
     """One model's tokenizer and chat template. Its methods may be called from several threads at once."""
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """`files` by name: `tokenizer.json`, and optionally `tokenizer_config.json` and `chat_template.jinja`.
+        """`files` by name: `tokenizer.json`, and optionally `tokenizer_config.json` and
+        `chat_template.jinja`.
 
         Raises ValueError when there is no usable `tokenizer.json`.
         """
@@ -62,10 +65,12 @@ class ModelTokenizer:
         return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the text's tokens. Special tokens written out in the text count as such, as in transformers.
+        """Returns the text's tokens. Special tokens written out in the text count as such, as in
+        transformers.
 
-        `add_special_tokens` adds what the tokenizer puts around a plain text (a BOS token, for some); a rendered
-        chat template already holds it. Takes time in proportion to the text, without the interpreter lock.
+        `add_special_tokens` adds what the tokenizer puts around a plain text (a BOS token, for some); a
+        rendered chat template already holds it. Takes time in proportion to the text, without the interpreter
+        lock.
         """
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -143,7 +148,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
-    """Finds the template: a file of its own, else the config's text, or the one named `default` of several."""
+    """Finds the template: its own file, else the config's text, or of several the one named `default`."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     template = config.get("chat_template")
@@ -159,7 +164,9 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for characters from 256 on."""
+    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for characters from
+    256 on.
+    """
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -175,7 +182,9 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _bytes_of(name: str) -> bytes:
-    """Returns a byte-level token's bytes; one with characters outside the alphabet was added by hand, as text."""
+    """Returns a byte-level token's bytes; one with characters outside the alphabet was added by hand, as
+    text.
+    """
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in name])
     except KeyError:

@@ -1,4 +1,6 @@
-"""What chat and text completions share on the way out: a generation becomes one JSON object, or a stream of chunks."""
+"""What chat and text completions share on the way out: a generation becomes one JSON object, or a stream of
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ async def answer(
     stream: bool,
     include_usage: bool,
 ) -> Response:
-    """Runs a generation to its end, or until the client goes. Raises ApiError for what fails before the first token."""
+    """Runs a generation to its end, or until the client goes. Raises ApiError for what fails before the first
+    token.
+    """
     if not stream:
         return await _answer_whole(request, generation, form, choices)
     events = _events(generation, form, include_usage)

@@ -28,7 +28,7 @@ class ChatMessage(StrictModel):
     function_call: Unsupported = None
 
     def for_template(self) -> dict[str, Any]:
-        """Returns what the chat template sees. Parts are joined by line ends; developers speak as the system."""
+        """Returns what the chat template sees. Parts are joined by line ends; a developer is the system."""
         text = (
             self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         )

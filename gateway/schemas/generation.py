@@ -1,7 +1,7 @@
 """What chat and text completions have in common in their bodies.
 
-Fields have OpenAI's names and defaults, and vLLM's for what OpenAI lacks. Types are strict: "1" is no number. What
-would change the answer but is not supported is refused by name.
+Fields have OpenAI's names and defaults, and vLLM's for what OpenAI lacks. Types are strict: "1" is no number.
+What would change the answer but is not supported is refused by name.
 """
 
 from __future__ import annotations

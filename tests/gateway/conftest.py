@@ -14,7 +14,7 @@ from tests.gateway.local_stack import LocalStack
 @pytest.fixture
 def local_stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
     """A ready gateway before one fake engine."""
-    stack = LocalStack(valkey_url, str(tmp_path / "store"), [FakeEngine("engine-1", valkey_url)])
+    stack = LocalStack(valkey_url, tmp_path / "store", [FakeEngine("engine-1", valkey_url)])
     stack.start()
     try:
         stack.wait_ready()

@@ -1,7 +1,8 @@
-"""An engine that speaks the wire contract and computes nothing: tokens are a hash of seed, position and last token.
+"""An engine that speaks the wire contract and computes nothing: tokens are a hash of seed, position and last
+token.
 
-So the tokens of a choice depend on what a real engine's depend on, and a choice continues elsewhere with the same
-text. Serves on a real socket; as a program, it is a process that tests can kill.
+So the tokens of a choice depend on what a real engine's depend on, and a choice continues elsewhere with the
+same text. Serves on a real socket; as a program, it is a process that tests can kill.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FAILING_DIGEST = b"\xee" * 32
 MODEL = "tiny"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -81,7 +83,9 @@ def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
 
 @dataclass
 class FakeEngine(EngineServicer):
-    """`submits` and `aborts` keep all that was received; set `refusing` or `draining` to change how it answers."""
+    """`submits` and `aborts` keep all that was received; set `refusing` or `draining` to change how it
+    answers.
+    """
 
     engine_id: str
     redis_url: str | None = None
@@ -130,7 +134,9 @@ class FakeEngine(EngineServicer):
             modules=[pb.LinearModule(name="q_proj", in_features=8, out_features=8)],
         )  # fmt: skip
 
-    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: object) -> AsyncIterator[pb.FileChunk]:
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: object
+    ) -> AsyncIterator[pb.FileChunk]:
         for name, data in TOKENIZER_FILES.items():
             for at in range(0, len(data), 4096):
                 yield pb.FileChunk(name=name, data=data[at : at + 4096])
@@ -139,7 +145,9 @@ class FakeEngine(EngineServicer):
         self.unloaded.append(request.digest)
         return pb.AdapterState(digest=request.digest)
 
-    async def Link(self, requests: AsyncIterator[pb.LinkRequest], context: object) -> AsyncIterator[pb.LinkResponse]:
+    async def Link(
+        self, requests: AsyncIterator[pb.LinkRequest], context: object
+    ) -> AsyncIterator[pb.LinkResponse]:
         choices: dict[tuple[int, int], Choice] = {}
         early: list[pb.LinkResponse] = []
         arrived = asyncio.Event()
@@ -187,11 +195,15 @@ class FakeEngine(EngineServicer):
             return pb.LinkResponse(finished=refusals)
         if submit.adapter_digest == FAILING_DIGEST:
             error = "The adapter's logits are not finite."
-            return pb.LinkResponse(finished=[_finished(request_id, i, pb.FINISH_REASON_ERROR, error) for i in indexes])
+            return pb.LinkResponse(
+                finished=[_finished(request_id, i, pb.FINISH_REASON_ERROR, error) for i in indexes]
+            )
         for index in indexes:
             choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens))
             choices[request_id, index] = self.running[request_id, index] = choice
-        return pb.LinkResponse(started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)])
+        return pb.LinkResponse(
+            started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)]
+        )
 
     def _step(self, choices: dict[tuple[int, int], Choice]) -> pb.LinkResponse:
         message = pb.LinkResponse()
@@ -207,10 +219,14 @@ class FakeEngine(EngineServicer):
                 count = choice.request.sampling.logprobs
                 message.logprobs.append(
                     pb.TokenLogprobs(
-                        chosen=-(token % 7) / 4, top_tokens=top[:count], top_logprobs=[-0.25, -1.5, float("-inf")][:count]
+                        chosen=-(token % 7) / 4,
+                        top_tokens=top[:count],
+                        top_logprobs=[-0.25, -1.5, float("-inf")][:count],
                     )
                 )
-            stopped = token in choice.request.stop_token_ids or (token == EOS and not choice.request.ignore_eos)
+            stopped = token in choice.request.stop_token_ids or (
+                token == EOS and not choice.request.ignore_eos
+            )
             if stopped or len(choice.tokens) >= choice.request.max_tokens:
                 reason = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
                 message.finished.append(_finished(*key, reason, ""))

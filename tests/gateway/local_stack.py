@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -28,10 +29,12 @@ T = TypeVar("T")
 
 @dataclass
 class LocalStack:
-    """`start` it, then talk to `url`. Methods are for the test's thread; `call` runs a coroutine on the stack's."""
+    """`start` it, then talk to `url`. Methods are for the test's thread; `call` runs a coroutine on the
+    stack's.
+    """
 
     redis_url: str
-    store: str
+    store: Path
     engines: list[FakeEngine] = field(default_factory=list)
     resume_timeout_s: float = 5.0
 
@@ -86,7 +89,9 @@ class LocalStack:
 
         async def add() -> None:
             async with Redis.from_url(self.redis_url) as redis:
-                await Registry(redis).add_version(tenant, name, AdapterSummary(digest, 8, 4, 1000, None, ("q_proj",)))
+                await Registry(redis).add_version(
+                    tenant, name, AdapterSummary(digest, 8, 4, 1000, None, ("q_proj",))
+                )
 
         self.call(add())
 

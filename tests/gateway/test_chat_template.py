@@ -48,7 +48,8 @@ LLAMA3 = """\
 {{- "Today Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
@@ -68,7 +69,8 @@ MISTRAL = """\
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}{{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
         {%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
     {%- elif message["role"] == "assistant" %}{{- " " + message["content"] + eos_token }}
     {%- else %}{{- raise_exception("Only user and assistant roles are supported!") }}{%- endif %}
@@ -76,8 +78,10 @@ MISTRAL = """\
 """
 
 GEMMA = """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Roles must alternate') }}{% endif %}
 {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
 {{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
@@ -90,11 +94,15 @@ QWEN = """\
     {{- "# Tools\\n<tools>" }}
     {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
     {{- "\\n</tools><|im_end|>\\n" }}
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
 {%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and message.content is string %}{%- set ns.last = index %}{%- break %}{%- endif %}
+    {%- if message.role == "user" and message.content is string %}
+        {%- set ns.last = index %}{%- break %}
+    {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'system' and loop.first %}{%- continue %}{%- endif %}
@@ -102,11 +110,14 @@ QWEN = """\
     {%- if message.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}
         {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
     {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}{% generation %}{{- content }}{% endgeneration %}{{- '<|im_end|>\\n' }}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- generation %}{{- content }}{% endgeneration %}{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}
 """
 
@@ -124,7 +135,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "two users": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
 }
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "f", "description": "<ümlaut>", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "<ümlaut>", "parameters": {"type": "object"}},
+    }
 ]
 
 
@@ -158,7 +172,9 @@ def outcome(render: Any) -> tuple[str, str]:
 def check_like_transformers(template: str, messages: list[dict[str, Any]], **options: Any) -> None:
     variables = options.pop("variables", {})
     theirs = outcome(
-        lambda: transformers_tokenizer(template).apply_chat_template(messages, tokenize=False, **options, **variables)
+        lambda: transformers_tokenizer(template).apply_chat_template(
+            messages, tokenize=False, **options, **variables
+        )
     )
     ours = outcome(lambda: ChatTemplate(template, SPECIALS).render(messages, variables=variables, **options))
     assert ours[0] == theirs[0]

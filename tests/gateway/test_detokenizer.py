@@ -16,8 +16,21 @@ BYTE_LEVEL_ORACLE = make_tokenizer()
 
 def sentencepiece_like() -> Tokenizer:
     """Words with leading ▁ and single bytes, decoded as Llama 2's and Gemma's tokenizers do."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁a", "cat", "日", "é", "▁▁", "s"]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
+    words = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁the",
+        "▁a",
+        "cat",
+        "日",
+        "é",
+        "▁▁",
+        "s",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True)
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -51,7 +64,9 @@ def test_no_piece_of_a_valid_text_holds_a_broken_character(text: str) -> None:
 def sentencepiece_tokens(draw: st.DrawFn) -> list[int]:
     """Words, and characters spelled in bytes; runs of bytes are whole characters, as a model's mostly are."""
     word = st.integers(257, SENTENCEPIECE.get_vocab_size() - 1).map(lambda token: [token])
-    spelled = st.characters(codec="utf-8", exclude_characters="\ufffd").map(lambda char: [1 + byte for byte in char.encode()])
+    spelled = st.characters(codec="utf-8", exclude_characters="\ufffd").map(
+        lambda char: [1 + byte for byte in char.encode()]
+    )
     return [token for part in draw(st.lists(word | spelled, max_size=30)) for token in part]
 
 
@@ -137,7 +152,10 @@ def test_text_before_a_stop_over_three_tokens_is_exact() -> None:
     assert stream.stopped
 
 
-@given(st.lists(st.integers(0, 461), max_size=40), st.lists(st.sampled_from(["w1", "→", "🙂", "\ufffd", "w2w"]), max_size=3))
+@given(
+    st.lists(st.integers(0, 461), max_size=40),
+    st.lists(st.sampled_from(["w1", "→", "🙂", "\ufffd", "w2w"]), max_size=3),
+)
 def test_streams_stop_where_the_whole_text_does(tokens: list[int], stops: list[str]) -> None:
     stream = TextStream(BYTE_LEVEL.decoder(), stops)
     text = ""

@@ -108,9 +108,13 @@ def test_the_end_token_counts_and_is_no_text(client: OpenAI, engine: FakeEngine)
     assert forced.choices[0].text.startswith(answer.choices[0].text.rstrip("\ufffd"))
 
 
-def test_a_stop_string_ends_the_text_before_it_and_the_engine_at_once(client: OpenAI, engine: FakeEngine) -> None:
+def test_a_stop_string_ends_the_text_before_it_and_the_engine_at_once(
+    client: OpenAI, engine: FakeEngine
+) -> None:
     engine.step_s = 0.01
-    whole = client.completions.create(model=MODEL, prompt="go", seed=9, max_tokens=60, extra_body={"ignore_eos": True})
+    whole = client.completions.create(
+        model=MODEL, prompt="go", seed=9, max_tokens=60, extra_body={"ignore_eos": True}
+    )
     text = whole.choices[0].text
     stop = text[20:24]
     cut = client.completions.create(
@@ -129,7 +133,11 @@ def test_stop_token_ids_end_the_text(client: OpenAI, engine: FakeEngine) -> None
     assert free.choices[0].logprobs is not None
     stop = make_tokenizer().encode(free.choices[0].logprobs.tokens[10], add_special_tokens=False).ids  # type: ignore[index]
     answer = client.completions.create(
-        model=MODEL, prompt=[70], seed=4, max_tokens=20, extra_body={"ignore_eos": True, "stop_token_ids": stop[:1]}
+        model=MODEL,
+        prompt=[70],
+        seed=4,
+        max_tokens=20,
+        extra_body={"ignore_eos": True, "stop_token_ids": stop[:1]},
     )
     assert answer.choices[0].finish_reason == "stop" or len(stop) > 1
     assert list(engine.submits[1].stop_token_ids) == stop[:1]
@@ -165,7 +173,13 @@ def test_a_stream_on_the_wire(local_stack: LocalStack, key: str) -> None:
 
 def test_chat_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, seed=1, max_tokens=12, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=MESSAGES,
+        seed=1,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body={"ignore_eos": True},
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 12
@@ -182,7 +196,9 @@ def test_completion_logprobs_and_offsets(client: OpenAI) -> None:
     choice = answer.choices[0]
     assert choice.logprobs is not None
     offsets = choice.logprobs.text_offset or []
-    assert len(choice.logprobs.tokens or []) == len(choice.logprobs.token_logprobs or []) == len(offsets) == 12
+    assert (
+        len(choice.logprobs.tokens or []) == len(choice.logprobs.token_logprobs or []) == len(offsets) == 12
+    )
     assert offsets[0] == 0 and offsets == sorted(offsets)
     tokens = ["", *(choice.logprobs.tokens or [])]
     for before, token, offset in zip(tokens, tokens[1:], offsets, strict=False):
@@ -260,7 +276,12 @@ def test_models_lists_the_base_and_own_adapters(local_stack: LocalStack, client:
 
 
 def test_cache_scopes_keep_private_tenants_apart(local_stack: LocalStack, engine: FakeEngine) -> None:
-    sharing = {"p1": PrefixSharing.PRIVATE, "p2": PrefixSharing.PRIVATE, "s1": PrefixSharing.SHARED, "s2": PrefixSharing.SHARED}
+    sharing = {
+        "p1": PrefixSharing.PRIVATE,
+        "p2": PrefixSharing.PRIVATE,
+        "s1": PrefixSharing.SHARED,
+        "s2": PrefixSharing.SHARED,
+    }
     scopes = {}
     for tenant, kind in sharing.items():
         client = local_stack.client(local_stack.add_tenant(tenant, kind))
@@ -289,11 +310,17 @@ def test_sampling_reaches_the_engine_with_openais_defaults(client: OpenAI, engin
     assert (plain.sampling.temperature, plain.sampling.top_p, plain.max_tokens) == (1.0, 1.0, 16)
     assert not plain.sampling.HasField("logprobs")
     client.completions.create(
-        model=MODEL, prompt="x", temperature=0.5, top_p=0, presence_penalty=1, frequency_penalty=-1, max_tokens=2,
-        logit_bias={"5": 2}, extra_body={"top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 1},
+        model=MODEL, prompt="x", temperature=0.5, top_p=0, presence_penalty=1, frequency_penalty=-1,
+        max_tokens=2, logit_bias={"5": 2},
+        extra_body={"top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 1},
     )  # fmt: skip
     sampling = engine.submits[-1].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.5, 7, 0.25, 1.5)
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (
+        0.5,
+        7,
+        0.25,
+        1.5,
+    )
     assert 0 < sampling.top_p < 1e-5, "0 means off on the wire, and the most likely token to a client"
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
     assert dict(zip(sampling.bias_tokens, sampling.bias_values, strict=True)) == {5: 2.0}
@@ -309,6 +336,7 @@ def test_requests_without_a_seed_differ(client: OpenAI, engine: FakeEngine) -> N
 # ---- errors ---------------------------------------------------------------------------------------------
 
 CHAT = "/v1/chat/completions"
+IMAGE = {"type": "image_url"}
 TEXT = "/v1/completions"
 
 
@@ -319,7 +347,7 @@ TEXT = "/v1/completions"
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "string"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "system"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "text"),
         (CHAT, {"temperature": 3}, "temperature", "less than or equal to 2"),
         (CHAT, {"temperature": "1"}, "temperature", "number"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -339,7 +367,7 @@ TEXT = "/v1/completions"
         (TEXT, {"prompt": [[1], []]}, "prompt[1]", "at least 1"),
         (TEXT, {"suffix": "x"}, "suffix", "'suffix' is not supported"),
         (TEXT, {"best_of": 3}, "best_of", "best_of"),
-        (TEXT, {"prompt": "x" * 5000}, "prompt", "maximum context length is 2048 tokens. However, your prompt has 5000"),
+        (TEXT, {"prompt": "x" * 5000}, "prompt", "length is 2048 tokens. However, your prompt has 5000"),
         (TEXT, {"prompt": "x" * 500_000}, "prompt", "maximum context length is 2048"),
         (TEXT, {"model": "x" * 300}, "model", "256"),
     ],
@@ -356,12 +384,20 @@ def test_bad_requests_name_the_field(
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b'{"model": NaN}', b"[]", b"", b'{"model":"\\ud800","messages":[]}', b"[" * 100_000, b"\xff"]
+    "content",
+    [b"{", b'{"model": NaN}', b"[]", b"", b'{"model":"\\ud800","messages":[]}', b"[" * 100_000, b"\xff"],
 )
 def test_bodies_that_are_no_request(local_stack: LocalStack, key: str, content: bytes) -> None:
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     answer = httpx.post(f"{local_stack.url}{CHAT}", content=content, headers=headers)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_is_too_large_is_refused_without_a_key_and_without_being_kept(
+    local_stack: LocalStack,
+) -> None:
+    answer = httpx.post(f"{local_stack.url}{CHAT}", content=b" " * (17 << 20))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
 
 
 def test_unknown_routes_and_methods_have_the_error_shape(local_stack: LocalStack) -> None:

@@ -48,7 +48,7 @@ def free_port() -> int:
 @pytest.fixture
 def bare_stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
     """A gateway without engines."""
-    stack = LocalStack(valkey_url, str(tmp_path / "store"))
+    stack = LocalStack(valkey_url, tmp_path / "store")
     stack.start()
     try:
         yield stack
@@ -59,7 +59,7 @@ def bare_stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
 @pytest.fixture
 def two_engines(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
     engines = [FakeEngine(name, valkey_url, step_s=0.01) for name in ("engine-1", "engine-2")]
-    stack = LocalStack(valkey_url, str(tmp_path / "store"), engines)
+    stack = LocalStack(valkey_url, tmp_path / "store", engines)
     stack.start()
     try:
         wait_until(lambda: httpx.get(f"{stack.url}/ready").json()["engines"] == 2, "both engines are linked")
@@ -93,12 +93,20 @@ def test_requests_in_flight_continue_exactly_on_another_engine(
     assert len(lost) == 1 and "3 sequences in flight" in lost[0].message
 
 
-def test_requests_in_flight_continue_on_the_engine_that_is_killed_and_restarted(bare_stack: LocalStack) -> None:
+def test_requests_in_flight_continue_on_the_engine_that_is_killed_and_restarted(
+    bare_stack: LocalStack,
+) -> None:
     port = free_port()
     client = bare_stack.client(bare_stack.add_tenant("acme"))
     with engine_process(bare_stack.redis_url, "e", port) as engine:
         bare_stack.wait_ready()
-        arguments: dict[str, Any] = {"model": MODEL, "prompt": "go", "seed": 1, "max_tokens": 120, "extra_body": FOREVER}
+        arguments: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": "go",
+            "seed": 1,
+            "max_tokens": 120,
+            "extra_body": FOREVER,
+        }
         whole = client.completions.create(**arguments)
         text = ""
         stream = client.completions.create(**arguments, stream=True)
