@@ -214,7 +214,14 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
         raise UnsupportedModel(
             f"GGUF architecture {architecture!r} is not supported; supported are llama, qwen2 and qwen3."
         )
+    for projection in ("q_proj", "o_proj"):
+        name = f"model.layers.0.self_attn.{projection}.bias"
+        if file.has(name) and (architecture, projection) != ("qwen2", "q_proj"):
+            raise UnsupportedModel(f"A bias on {projection} is not supported in a GGUF {architecture} model.")
     heads = int(file.field("attention.head_count"))
+    trained = int(file.field("context_length"))
+    # Within its window, sliding attention is full attention.
+    trained = min(trained, int(file.field("attention.sliding_window", trained)))
     hidden = int(file.field("embedding_length"))
     return ModelConfig(
         architecture=architecture,
@@ -225,11 +232,11 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
         num_heads=heads,
         num_kv_heads=int(file.field("attention.head_count_kv", heads)),
         head_dim=int(file.field("attention.key_length", hidden // heads)),
-        max_model_len=limit_context(int(file.field("context_length")), max_model_len),
+        max_model_len=limit_context(trained, max_model_len),
         rms_norm_eps=float(file.field("attention.layer_norm_rms_epsilon")),
         rope=_parse_rope(file),
         tie_word_embeddings=not file.has("lm_head.weight"),
-        qkv_bias=file.has("model.layers.0.self_attn.q_proj.bias"),
+        qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
         eos_token_ids=_eos_token_ids(file),
     )

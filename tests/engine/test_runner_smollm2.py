@@ -100,9 +100,9 @@ def test_answers_are_pefts_with_adapters_interleaved_cached_chunked_and_preempte
     engine = EngineDriver(
         model,
         adapters,
-        num_blocks=300,
+        num_blocks=160,
         num_rank_pages=7,
-        limits=SchedulerLimits(max_num_seqs=50, max_num_batched_tokens=80),
+        limits=SchedulerLimits(max_num_seqs=40, max_num_batched_tokens=64),
     )
     asks = [Ask(name, prompt, TOKENS) for prompt in prompts(model) for name in (None, *adapters)]
     answers = engine.run(asks)

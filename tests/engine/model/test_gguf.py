@@ -131,6 +131,13 @@ def test_unknown_architecture_and_rope_are_refused(tmp_path: Path) -> None:
         parse_gguf_config(GgufFile(tmp_path / "b.gguf"), max_model_len=None)
 
 
+def test_a_bias_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "hf", attention_bias=True)
+    write_gguf(tmp_path / "model.gguf", model, "llama")
+    with pytest.raises(UnsupportedModel, match="bias on q_proj"):
+        parse_gguf_config(GgufFile(tmp_path / "model.gguf"), max_model_len=None)
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", save_tiny_model(tmp_path / "hf"), "llama")
     contents = (tmp_path / "whole.gguf").read_bytes()
