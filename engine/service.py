@@ -64,7 +64,9 @@ class EngineService(pb_grpc.EngineServicer):
         link = Link()
         self._links.add(link)
         reader = asyncio.create_task(self._read(link, request_iterator))
-        logger.info("a link from %s", context.peer())
+        # Asked now: at the end the call may be gone already, and gRPC would read freed memory.
+        peer = context.peer()
+        logger.info("a link from %s", peer)
         try:
             while messages := await link.messages():
                 for message in messages:
@@ -75,7 +77,7 @@ class EngineService(pb_grpc.EngineServicer):
             reader.cancel()
             self._links.discard(link)
             self._loop.close_link(link)
-            logger.info("the link from %s has ended", context.peer())
+            logger.info("the link from %s has ended", peer)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.ModelInfo:
         return self._model

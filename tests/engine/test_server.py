@@ -187,6 +187,18 @@ async def test_the_end_of_a_link_frees_all_that_it_held(how: str) -> None:
         await channel.close()
 
 
+async def test_links_that_come_and_go_leave_nothing() -> None:
+    async with serve(step_s=0.001) as serving:
+        for _ in range(40):
+            clients = [Client(serving.stub.Link()) for _ in range(3)]
+            for client in clients:
+                await client.submit(1, max_tokens=1000)
+            await clients[0].read()
+            for client in clients:
+                client.call.cancel()
+        await serving.wait_for(serving.is_empty)
+
+
 async def _is(ask: Callable[[], Awaitable[int]], value: int) -> bool:
     return await ask() == value
 
