@@ -33,7 +33,8 @@ class EngineServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", 64 << 20),
                 ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                # Gateways ping idle links every 10 s; by default gRPC hangs up on the third such ping.
+                ("grpc.http2.max_ping_strikes", 0),
             ]
         )
         self._health = health_aio.HealthServicer()

@@ -57,6 +57,7 @@ TOKENIZER_FILES = {
     "chat_template.jinja": CHAT_TEMPLATE.encode(),
 }
 VOCAB_SIZE = 512
+SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
 
 
 @dataclass
@@ -101,7 +102,7 @@ class FakeEngine(EngineServicer):
     unloaded: list[bytes] = field(default_factory=list)
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_EngineServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
