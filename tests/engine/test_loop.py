@@ -63,7 +63,7 @@ def test_a_request_comes_in_and_its_tokens_come_out(running: Running) -> None:
     running.wait_for(lambda: bool(running.finished()))
     assert running.tokens("link", 1) == expected_output(request)
     assert all(len(news) == 1 for news in running.deliveries), "one delivery per step, by link"
-    assert len(running.deliveries) == 10
+    assert len(running.deliveries) == 11, "the start, and then a token in each"
 
 
 def test_an_idle_loop_is_woken_by_a_load_that_ends(running: Running) -> None:
