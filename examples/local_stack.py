@@ -102,11 +102,12 @@ class LocalStack:
 
     def _keep_output(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if line.startswith(READY_LINE):
-                self._serves = True
-                self._settled.set()
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line.rstrip())
+                if line.startswith(READY_LINE):
+                    self._serves = True
+                    self._settled.set()
         self._settled.set()
 
 

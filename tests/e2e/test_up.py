@@ -1,141 +1,150 @@
-"""`loraplex up` with real processes: each is killed in turn, and in the end nothing is left."""
+"""`loraplex up` with the real model: it mends itself, and leaves nothing however it ends."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from openai import OpenAI
 
+from examples.local_stack import BIN, LocalStack, Ports
 from examples.smollm2 import gguf_file
+from tests.e2e.processes import BASE, EXACT, PIRATE, START_S, free_ports, is_free, wait_until
 
-ROOT = Path(__file__).parents[2]
-OPERATOR_KEY = "the operator's key of this test"
-START_LIMIT_S = 120
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-pytestmark = pytest.mark.e2e
+ENGINE_ARGS = (*EXACT, "--max-model-len", "1024", "--num-gpu-blocks-override", "128")
+QUESTION = "What is the capital of Germany?"
 
 
-@dataclass
 class Up:
-    """A running `loraplex up`."""
+    """A `loraplex up`, its temporary files in a folder of their own."""
 
-    process: asyncio.subprocess.Process
-    ports: dict[str, int]
-    log: Path
-    url: str
+    def __init__(self, folder: Path, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ports = ports
+        self.data_dir = folder / "var"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        monkeypatch.setenv("TMPDIR", str(self.temporary))
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        self.stack = LocalStack(gguf_file(), ports, self.data_dir, ENGINE_ARGS)
 
-    def children(self) -> dict[str, int]:
-        """The pids of the stack's processes, by name."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
-        found: dict[str, int] = {}
-        for pid, words in commands.items():
-            for name, word in (("valkey", "valkey-server"), ("engine", "engine"), ("gateway", "gateway")):
-                if any(word == Path(part.split(" ")[0]).name for part in words):
-                    found.setdefault(name, pid)
+    def processes(self) -> dict[str, int]:
+        """The ids of all processes of this stack, by what they run."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:  # it has just ended
+                continue
+            if any(f" {port} " in command or f":{port} " in command for port in vars(self.ports).values()):
+                name = next(
+                    (name for name in (" up ", "-m engine", "-m gateway") if name in command), "valkey"
+                )
+                found[name.removeprefix("-m ").strip()] = int(path.parent.name)
         return found
 
-    async def until_said(self, line: str, times: int = 1) -> None:
-        """Waits until the command has printed this so many times."""
-        async with asyncio.timeout(START_LIMIT_S):
-            while self.log.read_text().count(line) < times:
-                assert self.process.returncode is None, self.log.read_text()
-                await asyncio.sleep(0.1)
+    def assert_left_nothing(self) -> None:
+        assert self.processes() == {}
+        assert all(is_free(port) for port in vars(self.ports).values())
+        assert [*self.temporary.iterdir(), *(self.data_dir / "store" / "staging").iterdir()] == []
 
 
-@asynccontextmanager
-async def loraplex_up(folder: Path) -> AsyncIterator[Up]:
-    sockets = {name: socket.create_server(("127.0.0.1", 0)) for name in ("port", "engine-port", "redis-port")}
-    ports = {name: listener.getsockname()[1] for name, listener in sockets.items()}
-    for listener in sockets.values():
-        listener.close()
-    flags = [word for name, port in ports.items() for word in (f"--{name}", str(port))]
-    log = folder / "up.log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "gateway",
-                "up",
-                "--model",
-                str(gguf_file()),
-                "--data-dir",
-                str(folder / "var"),
-            ),
-            *(*flags, "--", "--max-model-len", "1024", "--max-num-seqs", "8"),
-            env={**os.environ, "LORAPLEX_OPERATOR_KEY": OPERATOR_KEY, "OMP_NUM_THREADS": "2"},
-            stdout=output,
-            stderr=output,
+@contextmanager
+def up(folder: Path, ports: Ports) -> Iterator[Up]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        running = Up(folder, ports, monkeypatch)
+        try:
+            running.stack.wait_until_ready()
+            yield running
+        finally:
+            running.stack.stop()
+
+
+def ask(stack: LocalStack, key: str, model: str) -> str:
+    client = OpenAI(base_url=f"{stack.url}/v1", api_key=key, max_retries=0, timeout=START_S)
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
+    )
+    return answer.choices[0].message.content or ""
+
+
+def say_in_vain(arguments: list[str]) -> str:
+    """Runs a `loraplex up` that must refuse to start, and returns what it says."""
+    command = [str(BIN / "loraplex"), "up", "--model", str(gguf_file()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_it_mends_itself_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    ports = free_ports()
+    with up(tmp_path, ports) as running:
+        stack = running.stack
+        key = stack.create_tenant("acme")
+        stack.command("adapters", "upload", str(PIRATE), "--name", "pirate", key=key)
+        answer = ask(stack, key, "pirate")
+        assert answer != ask(stack, key, BASE)
+
+        for name in ("valkey", "engine", "gateway"):
+            killed = running.processes()[name]
+            os.kill(killed, signal.SIGKILL)
+            wait_until(
+                lambda: sum(line.startswith(f"{name} is ready on") for line in stack.lines) == 2,  # noqa: B023
+                f"the {name} is ready again",
+                START_S,
+            )
+            assert running.processes()[name] != killed
+            said = [line for line in stack.lines if line.startswith(f"{name} was killed by SIGKILL")]
+            assert said == [f"{name} was killed by SIGKILL; starting it again in 0.5 s"]
+            wait_until(lambda: httpx.get(f"{stack.url}/ready").status_code == 200, "the gateway is ready")
+            assert ask(stack, key, "pirate") == answer
+
+        taken = say_in_vain(
+            [
+                *("--port", str(ports.gateway), "--engine-port", str(ports.engine)),
+                *("--redis-port", str(ports.redis), "--data-dir", str(tmp_path / "other")),
+            ]
         )
-    up = Up(process, ports, log, f"http://127.0.0.1:{ports['port']}")
-    try:
-        yield up
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
+        for process, port, flag in (
+            ("the gateway", ports.gateway, "--port"),
+            ("the engine", ports.engine, "--engine-port"),
+            ("Valkey", ports.redis, "--redis-port"),
+        ):
+            assert f"Port {port} for {process} is taken; choose another with {flag}." in taken
+        other = free_ports()
+        assert "Another stack runs on the folder" in say_in_vain(
+            [
+                *("--port", str(other.gateway), "--engine-port", str(other.engine)),
+                *("--redis-port", str(other.redis), "--data-dir", str(running.data_dir)),
+            ]
+        )
+
+        assert set(running.processes()) == {"up", "valkey", "engine", "gateway"}
+        stack.process.send_signal(signal.SIGINT)
+        assert stack.process.wait(timeout=30) == 0
+        assert stack.lines[-1] == "stopped"
+        assert not [line for line in stack.lines if "Traceback" in line]
+        running.assert_left_nothing()
 
 
-async def test_each_process_is_killed_in_turn_and_the_adapters_answer_after(tmp_path: Path) -> None:
-    async with loraplex_up(tmp_path) as up:
-        await up.until_said("Loraplex serves")
-        async with httpx.AsyncClient(base_url=up.url, timeout=90) as client:
-            pirate = await _tenant_with_pirate(client)
-            before = await _answer(client, pirate)
-            for name in ("valkey", "gateway", "engine"):
-                os.kill(up.children()[name], signal.SIGKILL)
-                await up.until_said(f"{name} was killed by SIGKILL; starting it again")
-                await up.until_said(f"{name} is ready", times=2)
-                assert await _answer(client, pirate) == before, name
-        children = up.children()
-        assert set(children) == {"valkey", "gateway", "engine"}
-        up.process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(up.process.wait(), 60) == 0
-        assert up.log.read_text().rstrip().endswith("stopped")
-        assert not any(Path(f"/proc/{pid}").exists() for pid in children.values())
-        for port in up.ports.values():
-            socket.create_server(("127.0.0.1", port)).close()
-        assert not list((tmp_path / "var" / "store" / "staging").iterdir())
-
-
-async def _tenant_with_pirate(client: httpx.AsyncClient) -> dict[str, str]:
-    """Makes a tenant with the example's adapter `pirate`. Returns the headers with its key."""
-    operator = {"Authorization": f"Bearer {OPERATOR_KEY}"}
-    await client.post("/admin/tenants", headers=operator, json={"id": "acme", "name": "Acme"})
-    key = (await client.post("/admin/tenants/acme/keys", headers=operator, json={})).json()["key"]
-    headers = {"Authorization": f"Bearer {key}"}
-    folder = ROOT / "examples" / "adapters" / "pirate"
-    files = [
-        ("files", (name, (folder / name).read_bytes()))
-        for name in ("adapter_config.json", "adapter_model.safetensors")
-    ]
-    uploaded = await client.post("/v1/adapters", headers=headers, data={"name": "pirate"}, files=files)
-    assert uploaded.status_code == 201, uploaded.text
-    return headers
-
-
-async def _answer(client: httpx.AsyncClient, headers: dict[str, str]) -> str:
-    body = {
-        "model": "pirate",
-        "messages": [{"role": "user", "content": "Say hi"}],
-        "max_tokens": 8,
-        "temperature": 0,
-    }
-    async with asyncio.timeout(30):
-        while True:
-            answer = await client.post("/v1/chat/completions", headers=headers, json=body)
-            if answer.status_code != 503:  # the gateway finds an engine that came back within a second or two
-                break
-            await asyncio.sleep(0.2)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]["content"]
+def test_killed_it_leaves_no_child_and_starts_again_where_it_was(tmp_path: Path) -> None:
+    ports = free_ports()
+    with up(tmp_path, ports) as running:
+        key = running.stack.create_tenant("acme")
+        running.stack.command("adapters", "upload", str(PIRATE), "--name", "pirate", key=key)
+        answer = ask(running.stack, key, "pirate")
+        assert set(running.processes()) == {"up", "valkey", "engine", "gateway"}
+        running.stack.process.kill()
+        running.stack.process.wait()
+        wait_until(lambda: not running.processes(), "no child is left")
+        running.assert_left_nothing()
+    with up(tmp_path, ports) as again:
+        assert ask(again.stack, key, "pirate") == answer
