@@ -16,27 +16,30 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _GIB = 1 << 30
-_ENV_PREFIX = "LORAPLEX_"
+_ENV_PREFIX = "LORAPLEX_ENGINE_"
+_SHARED_VARIABLES = {"redis_url": "LORAPLEX_REDIS_URL", "store": "LORAPLEX_STORE"}
+"""What a gateway beside this engine must agree on has one variable for both."""
 _EPILOG = """\
 examples:
   python -m engine --model SmolLM2-135M-Instruct.Q4_1.gguf
   python -m engine --model ./Llama-3.1-8B-Instruct --max-num-seqs 256 --lora-memory-bytes 6GiB
   python -m engine --model meta-llama/Llama-3.1-8B-Instruct --port 0 --advertise 10.0.0.7:50051
 
-Sizes take a unit: 512MiB, 4GB. Every flag can also be given as an environment variable: LORAPLEX_ and the
-flag's name, as in LORAPLEX_MAX_NUM_SEQS=128. SIGTERM drains, SIGINT (Ctrl-C) stops at once.
+Sizes take a unit: 512MiB, 4GB. Every flag can also be given as an environment variable: LORAPLEX_ENGINE_ and
+the flag's name, as in LORAPLEX_ENGINE_MAX_NUM_SEQS=128; but LORAPLEX_REDIS_URL and LORAPLEX_STORE, which a
+gateway reads too. SIGTERM drains, SIGINT (Ctrl-C) stops at once.
 """
 
 
-def _field(default: Any, group: str, help: str, **bounds: Any) -> Any:
-    return Field(default, description=help, json_schema_extra={"group": group}, **bounds)
+def _field(default: Any, group: str, help: str, **more: Any) -> Any:
+    return Field(default, description=help, json_schema_extra={"group": group}, **more)
 
 
 class EngineSettings(BaseSettings):
     """Settings of ``python -m engine``; the flags carry vLLM's names where it has the same thing."""
 
     model_config = SettingsConfigDict(
-        env_prefix=_ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="ignore"
+        env_prefix=_ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="ignore", populate_by_name=True
     )
 
     model: str = _field(..., "model", "A .gguf file, a Hugging Face folder, or a hub name.")
@@ -57,9 +60,17 @@ class EngineSettings(BaseSettings):
         None, "serving", "HOST:PORT under which gateways reach this engine; default: where it listens."
     )
     redis_url: str | None = _field(
-        None, "serving", "Redis or Valkey to announce this engine in; without it, gateways cannot find it."
+        None,
+        "serving",
+        "Redis or Valkey to announce this engine in; without it, gateways cannot find it.",
+        validation_alias=_SHARED_VARIABLES["redis_url"],
     )
-    store: Path = _field(Path("var/store"), "serving", "Folder of the adapters' files, shared with gateways.")
+    store: Path = _field(
+        Path("var/store"),
+        "serving",
+        "Folder of the adapters' files, shared with gateways.",
+        validation_alias=_SHARED_VARIABLES["store"],
+    )
     drain_seconds: float = _field(
         30.0, "serving", "After SIGTERM, how long running requests may take to end.", ge=0
     )
@@ -176,11 +187,16 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
         group.add_argument(flag, metavar=metavar, help=help)
 
 
+def variable_of(name: str) -> str:
+    """The environment variable of a field."""
+    return _SHARED_VARIABLES.get(name, _ENV_PREFIX + name.upper())
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def _sentence(loc: tuple[int | str, ...], kind: str, message: str) -> str:
     name = str(loc[0]) if loc else ""
-    where = f"{_flag(name)} (or {_ENV_PREFIX}{name.upper()})"
+    where = f"{_flag(name)} (or {variable_of(name)})"
     return f"{where} is required" if kind == "missing" else f"{where}: {message}"

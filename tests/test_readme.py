@@ -13,7 +13,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from adapters.cli import app as adapters_app
-from engine.settings import EngineSettings
+from engine.settings import EngineSettings, variable_of
 from gateway.cli import app as loraplex_app
 from gateway.settings import GatewaySettings, environment_table
 
@@ -32,7 +32,7 @@ def engine_table() -> str:
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for name, field in EngineSettings.model_fields.items():
         default = "" if field.is_required() or field.default is None else f"`{field.default}`"
-        rows.append(f"| `LORAPLEX_{name.upper()}` | {default} | {field.description} |")
+        rows.append(f"| `{variable_of(name)}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"
 
 
@@ -111,8 +111,8 @@ def test_the_variables_are_those_of_the_settings() -> None:
 
 
 def test_no_page_names_a_variable_that_nothing_reads() -> None:
-    settings = {*GatewaySettings.model_fields, *EngineSettings.model_fields}
-    known = {f"LORAPLEX_{name.upper()}" for name in settings} | OTHER_VARIABLES
+    known = {f"LORAPLEX_{name.upper()}" for name in GatewaySettings.model_fields}
+    known |= {variable_of(name) for name in EngineSettings.model_fields} | OTHER_VARIABLES
     for page in PAGES:
         assert set(re.findall(r"\bLORAPLEX_[A-Z_]+[A-Z]", page.read_text())) <= known, page.name
 

@@ -10,8 +10,8 @@ from engine.settings import EngineSettings, parse_args
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORAPLEX_MAX_NUM_SEQS", "7")
-    monkeypatch.setenv("LORAPLEX_PORT", "1234")
+    monkeypatch.setenv("LORAPLEX_ENGINE_MAX_NUM_SEQS", "7")
+    monkeypatch.setenv("LORAPLEX_ENGINE_PORT", "1234")
     monkeypatch.setenv("LORAPLEX_REDIS_URL", "")
     settings = parse_args(["--model", "m.gguf", "--port", "0"])
     assert (settings.port, settings.max_num_seqs, settings.redis_url) == (0, 7, None)
@@ -61,9 +61,9 @@ def test_the_address_for_gateways() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "--model (or LORAPLEX_MODEL) is required"),
-        (["--model=m", "--port=70000"], "--port (or LORAPLEX_PORT): Input should be less than or equal"),
-        (["--model=m", "--dtype=float16"], "--dtype (or LORAPLEX_DTYPE)"),
+        ([], "--model (or LORAPLEX_ENGINE_MODEL) is required"),
+        (["--model=m", "--port=70000"], "--port (or LORAPLEX_ENGINE_PORT): Input should be less than or equal"),
+        (["--model=m", "--dtype=float16"], "--dtype (or LORAPLEX_ENGINE_DTYPE)"),
         (["--model=m", "--block-size=32"], "--block-size"),
         (["--model=m", "--gpu-memory-utilization=1.5"], "--gpu-memory-utilization"),
         (["--model=m", "--lora-memory-bytes=much"], "--lora-memory-bytes"),
