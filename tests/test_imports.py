@@ -28,7 +28,9 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_kernels_know_nothing_of_serving(path: Path) -> None:
     # A namespace package is out of import-linter's reach, so the lines themselves are read.
     for line in path.read_text().splitlines():
