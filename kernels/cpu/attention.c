@@ -113,7 +113,8 @@ ALWAYS_INLINE void pack_keys(u32x16 *out, const element *tile, long valid, long 
 }
 
 /* One block's values, [16 tokens][dim] to words of PACK tokens; tokens from `valid` on are not read. */
-ALWAYS_INLINE void pack_values(u32x16 *out, const element *tile, long valid, long dim, long columns, int whole) {
+ALWAYS_INLINE void pack_values(u32x16 *out, const element *tile, long valid, long dim, long columns,
+                               int whole) {
     for (long t = 0; t < 16; t += PACK)
         for (long c = 0; c < columns; c++) {
             const element *values = tile + t * dim + c * 16;
@@ -130,7 +131,8 @@ ALWAYS_INLINE void pack_values(u32x16 *out, const element *tile, long valid, lon
 ALWAYS_INLINE void pack_block(const Problem *p, Scratch *s, long block, long tile, long valid, int whole) {
     long columns = p->padded_dim / 16;
     pack_keys(s->keys + block * p->padded_dim / PACK, p->k_cache + tile, valid, p->dim, whole);
-    pack_values(s->values + block * BLOCK_SIZE / PACK * columns, p->v_cache + tile, valid, p->dim, columns, whole);
+    pack_values(s->values + block * BLOCK_SIZE / PACK * columns, p->v_cache + tile, valid, p->dim, columns,
+                whole);
 }
 
 /* Blocks lie anywhere in the pool, so the hardware cannot foresee the next one. */
@@ -145,7 +147,8 @@ static void prefetch_block(const Problem *p, const Unit *u, long key) {
     }
 }
 
-static void load_chunk(const Problem *p, Scratch *s, const Unit *u, const Unit *next, long chunk, long blocks) {
+static void load_chunk(const Problem *p, Scratch *s, const Unit *u, const Unit *next, long chunk,
+                       long blocks) {
     const int32_t *table = p->block_tables + u->seq * p->max_blocks;
     int last_chunk = chunk + CHUNK >= u->last_key;
     for (long b = 0; b < blocks; b++) {
@@ -180,7 +183,8 @@ ALWAYS_INLINE void score_rows(const Problem *p, Scratch *s, long row, int rows) 
             u32x16 key = s->keys[b * words + w];
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++)
-                acc[r][b] = multiply_add(acc[r][b], broadcast_word(queries + r * p->padded_dim + w * PACK), key);
+                acc[r][b] = multiply_add(acc[r][b], broadcast_word(queries + r * p->padded_dim + w * PACK),
+                                         key);
         }
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < CHUNK_BLOCKS; b++) {
@@ -190,7 +194,8 @@ ALWAYS_INLINE void score_rows(const Problem *p, Scratch *s, long row, int rows) 
 }
 
 /* sums[row] += weights[row] . values, for the first `keys` keys of the chunk. */
-ALWAYS_INLINE void weigh_rows(const Problem *p, Scratch *s, const u32x16 *values, long row, int rows, long keys) {
+ALWAYS_INLINE void weigh_rows(const Problem *p, Scratch *s, const u32x16 *values, long row, int rows,
+                              long keys) {
     long columns = p->padded_dim / 16;
     const operand *weights = s->weights + row * CHUNK;
     for (long c = 0; c < columns; c += 2) {
@@ -295,8 +300,9 @@ ALWAYS_INLINE long visible_keys(const Problem *p, const Unit *u, long row, long 
     return p->context_lens[u->seq] - queries + u->first_token + row / p->group + 1 - chunk;
 }
 
-static void weigh_chunk(const Problem *p, Scratch *s, const Unit *u, long chunk, long first_row, long rows, long keys) {
-    int spoilt = visible_keys(p, u, first_row, chunk) < keys &&
+static void weigh_chunk(const Problem *p, Scratch *s, const Unit *u, long chunk, long first_row, long rows,
+                        long keys) {
+    int spoilt = visible_keys(p, u, first_row, chunk) < least(keys, u->last_key - chunk) &&
                  has_non_finite(s->values, keys / PACK * (p->padded_dim / 16));
     if (!spoilt) {
         for (long r = first_row; r < rows; r += ROWS_AT_ONCE)
@@ -308,7 +314,8 @@ static void weigh_chunk(const Problem *p, Scratch *s, const Unit *u, long chunk,
 }
 
 static void attend_chunk(const Problem *p, Scratch *s, const Unit *u, const Unit *next, long chunk) {
-    long rows = u->tokens * p->group, blocks = (least(CHUNK, u->last_key - chunk) + BLOCK_SIZE - 1) / BLOCK_SIZE;
+    long rows = u->tokens * p->group;
+    long blocks = (least(CHUNK, u->last_key - chunk) + BLOCK_SIZE - 1) / BLOCK_SIZE;
     long hidden_tokens = 1 - visible_keys(p, u, 0, chunk);
     long first_row = hidden_tokens > 0 ? hidden_tokens * p->group : 0;
     load_chunk(p, s, u, next, chunk, blocks);

@@ -55,7 +55,8 @@ ALWAYS_INLINE void dot_step(const element **x, int rows, const element **rank, l
 }
 
 /* `rows` rows times up to SHRINK_RANKS rank rows; a row or rank beyond the last repeats it. */
-ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, const element *a, long ranks, f32x16 *acc) {
+ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, const element *a, long ranks,
+                                f32x16 *acc) {
     const element *rank[SHRINK_RANKS];
     for (int k = 0; k < SHRINK_RANKS; k++) rank[k] = a + least(k, ranks - 1) * p->in;
     for (int i = 0; i < rows * SHRINK_RANKS; i++) acc[i] = splat(0);
@@ -68,7 +69,8 @@ ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, c
     if (whole < p->in) dot_step(x, rows, rank, whole, p->in - whole, acc);
 }
 
-static void shrink_tile(const Problem *p, long segment, long page, long projection, long first_rank, long first, long last) {
+static void shrink_tile(const Problem *p, long segment, long page, long projection, long first_rank,
+                        long first, long last) {
     float scale = scale_of(p, segment, page, projection);
     long id = p->segment_pages[segment * p->max_pages + page];
     long ranks = least(SHRINK_RANKS, live_ranks(p, segment, page) - first_rank);
@@ -96,14 +98,16 @@ static void shrink(const Problem *p, long thread) {
         for (long page = 0; page < p->max_pages; page++)
             for (long m = 0; m < p->num_projections; m++)
                 for (long rank = 0; rank < live_ranks(p, n, page); rank += SHRINK_RANKS)
-                    for (long first = p->segment_starts[n]; first < p->segment_starts[n + 1]; first += ROW_TILE) {
-                        if (turn++ % p->threads != thread || scale_of(p, n, page, m) == 0) continue;
-                        shrink_tile(p, n, page, m, rank, first, least(first + ROW_TILE, p->segment_starts[n + 1]));
+                    for (long first = p->segment_starts[n], last; first < p->segment_starts[n + 1]; first = last) {
+                        last = least(first + ROW_TILE, p->segment_starts[n + 1]);
+                        if (turn++ % p->threads == thread && scale_of(p, n, page, m) != 0)
+                            shrink_tile(p, n, page, m, rank, first, last);
                     }
 }
 
 /* y[rows of entries, columns from `column` on] += their shrunk rows times the segment's B. */
-ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, long column, long width, long entry, int rows) {
+ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, long column, long width,
+                               long entry, int rows) {
     f32x16 acc[EXPAND_ROWS][EXPAND_VECTORS] = {0};
     for (long page = 0; page < p->max_pages; page++) {
         long live = live_ranks(p, segment, page);
@@ -160,7 +164,8 @@ static void expand(const Problem *p, long thread) {
 }
 
 /* Shrink where x is given, expand where y is given. Shapes are as in LoraPlan and LoraPool. */
-void lora(const element *x, element *y, float *shrunk, const element *a, const element *b, const float *scales,
+void lora(const element *x, element *y, float *shrunk, const element *a, const element *b,
+          const float *scales,
           const int64_t *splits, const int32_t *rows, const int32_t *segment_starts, const int32_t *segment_pages,
           const int32_t *segment_ranks, long num_rows, long num_segments, long max_pages, long num_projections,
           long in, long out, int threads) {

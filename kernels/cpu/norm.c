@@ -3,7 +3,8 @@
 enum { PARALLEL_FROM = 1 << 15 }; /* elements: below, one thread is done before a second has woken */
 
 /* One row; with a residual it becomes residual + x, rounded, and the norm is of what was stored. */
-static void norm_row(element *out, const element *x, element *residual, const element *weight, long width, float eps) {
+static void norm_row(element *out, const element *x, element *residual, const element *weight, long width,
+                     float eps) {
     f32x16 squares[2] = {{0}, {0}};
     for (long i = 0; i < width; i += 16) {
         f32x16 h = load_part(x + i, width - i);
@@ -26,5 +27,6 @@ void rms_norm(element *out, const element *x, element *residual, const element *
               float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width >= PARALLEL_FROM)
     for (long r = 0; r < rows; r++)
-        norm_row(out + r * width, x + r * width, residual ? residual + r * width : residual, weight, width, eps);
+        norm_row(out + r * width, x + r * width, residual ? residual + r * width : residual, weight, width,
+                 eps);
 }

@@ -69,7 +69,8 @@ ALWAYS_INLINE void store16(element *p, f32x16 x) {
     u32x16 bits = (u32x16)x;
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
     u32x16 quiet_nan = (bits >> 16) | 0x40;
-    u16x16 half = __builtin_convertvector(((u32x16)(x == x) & rounded) | ((u32x16)(x != x) & quiet_nan), u16x16);
+    u16x16 half = __builtin_convertvector(((u32x16)(x == x) & rounded) | ((u32x16)(x != x) & quiet_nan),
+                                          u16x16);
 #endif
     memcpy(p, &half, 32);
 }

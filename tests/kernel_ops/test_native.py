@@ -142,9 +142,9 @@ def test_the_code_for_lesser_processors_is_right_too(
     case = attention_case((9, 3, 64), [(1, 700), (1, 17), (40, 70)], dtype=dtype, padding=1)
     rope_write_kv(case.qkv, case.cos_sin, case.plan, case.k_cache, case.v_cache, num_heads=9)
     heads = {"num_heads": 9, "scale": case.scale}
-    wide = (t.double() for t in (case.qkv, case.k_cache, case.v_cache))
+    qkv, k_cache, v_cache = case.qkv.double(), case.k_cache.double(), case.v_cache.double()
     out = paged_attention(case.qkv, case.k_cache, case.v_cache, case.plan, **heads)
-    close(out, reference.paged_attention(*wide, case.plan, **heads))
+    close(out, reference.paged_attention(qkv, k_cache, v_cache, case.plan, **heads))
 
     lora = lora_case([(24, [0, 3, 4]), (4, [1])], in_features=70, outputs=[64, 9], tokens=5, dtype=dtype)
     expected = lora.y.float()

@@ -38,11 +38,9 @@ def test_a_mixed_batch_matches_float64(
     """Decodes, whole prompts and chunks that continue a context; stale tails and other blocks hold NaN."""
     case = attention_case(shape, MIXED, dtype=dtype, padding=3)
     out = attend(case)
+    qkv, k_cache, v_cache = case.qkv.double(), case.k_cache.double(), case.v_cache.double()
     expected = reference.paged_attention(
-        *(t.double() for t in (case.qkv, case.k_cache, case.v_cache)),
-        case.plan,
-        num_heads=case.heads.query,
-        scale=case.scale,
+        qkv, k_cache, v_cache, case.plan, num_heads=case.heads.query, scale=case.scale
     )
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     assert not out[-3:].any(), "padding rows are zero"
@@ -102,16 +100,16 @@ def test_a_spoilt_sequence_spoils_no_other(attention_case: CaseBuilder, dtype: t
     assert torch.equal(out[:1], clean[:1]) and torch.equal(out[31:], clean[31:])
 
 
+@pytest.mark.parametrize("spoilt", [70, 71])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_spoilt_token_spoils_none_before_it(
-    poison: float, attention_case: CaseBuilder, dtype: torch.dtype
+    spoilt: int, poison: float, attention_case: CaseBuilder, dtype: torch.dtype
 ) -> None:
     """Its value is weighed with zero by earlier rows of the chunk, whose blocks another request may share."""
     rows = [(40, 80)]
     clean = attend(attention_case((9, 3, 64), rows, dtype=dtype))
     case = attention_case((9, 3, 64), rows, dtype=dtype)
     rope_write_kv(case.qkv, case.cos_sin, case.plan, case.k_cache, case.v_cache, num_heads=9)
-    spoilt = 70
     block, offset = int(case.plan.block_tables[0, spoilt // BLOCK_SIZE]), spoilt % BLOCK_SIZE
     case.k_cache[block, :, offset] = poison
     case.v_cache[block, :, offset] = poison
