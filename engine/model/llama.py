@@ -6,7 +6,7 @@ else is one code. The projections that share an input are one fused weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import embedding
@@ -20,7 +20,7 @@ from engine.model.weights import WeightSource
 from kernels.activation import silu_mul
 from kernels.kv_write import rope_write_kv
 from kernels.linear import PackedWeight, linear, pack_weight
-from kernels.lora import apply_lora
+from kernels.lora import apply_lora, prepare
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.plans import AttentionPlan, LoraPlan, LoraPool
@@ -142,6 +142,7 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, cache: KVCache, adapters: RankPagePool) -> torch.Tensor:
         """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values."""
+        batch = replace(batch, lora=prepare(batch.lora))
         x = embedding(batch.tokens, self._embeddings)
         residual: torch.Tensor | None = None
         for layer, kv, pools in zip(self._layers, cache.layers, adapters.layers, strict=True):
