@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_kernels --out results.json
 
-Times are medians of CUDA graph replays over all 32 layers of Llama-3.1-8B's shapes in bfloat16. Adapters change their pages
-from replay to replay, so that they come from memory.
+Times are medians of CUDA graph replays over all 32 layers of Llama-3.1-8B's shapes in bfloat16. Adapters
+change their pages from replay to replay, so that they come from memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ LORA_CASES: dict[str, tuple[list[int], int]] = {
     "64, 128": ([16] * 64, 128),
     "64, 256": ([16] * 64, 256),
     "1, 256": ([16], 256),
+    "8, 256": ([16] * 8, 256),
     "32, 128, ranks 8/16/32/64": (MIXED, 128),
 }
 TARGETS = {
@@ -92,6 +94,15 @@ class BaseProducts:
                 lora.lora_expand(shrunk, y, pool, plan)
         torch.mm(case.x["o"], self.head.t())
 
+    def run_after(self, case: LoraCase) -> None:
+        """As the model does: the base product, then LoRA on top."""
+        plan = lora.prepare(case.plan)
+        for weights, pools in zip(self.layers, case.pools, strict=True):
+            for group, weight in weights.items():
+                torch.mm(case.x[group], weight.t(), out=case.y[group])
+                lora.apply_lora(case.x[group], case.y[group], pools[group], plan)
+        torch.mm(case.x["o"], self.head.t())
+
     def run_forked(self, case: LoraCase) -> None:
         """Shrink on a second stream, under the base product."""
         plan = lora.prepare(case.plan)
@@ -108,10 +119,10 @@ class BaseProducts:
         torch.mm(case.x["o"], self.head.t())
 
 
-def attempt(work: Callable[[], float]) -> float:
+def attempt(work: Callable[[], object], case: LoraCase) -> float:
     """A time, or infinity for what the driver refuses to capture."""
     try:
-        return work()
+        return time_ms(work, case.turn, repeats=15)
     except Exception as error:
         print("failed:", repr(error)[:300], flush=True)
         return float("inf")
@@ -119,22 +130,22 @@ def attempt(work: Callable[[], float]) -> float:
 
 def lora_tables(pools: list[dict[str, LoraPool]], bandwidth: float, report: dict) -> None:
     base = BaseProducts()
-    print(
-        f"{'adapters, rows':28} {'floor':>6} {'alone':>6} {'reach':>6} | {'base':>6} {'serial':>7} {'forked':>7} {'reach':>6}"
-    )
+    names = ("floor", "alone", "reach", "base", "serial", "after", "forked", "reach")
+    print(f"{'adapters, rows':28}" + "".join(f"{name:>8}" for name in names))
     for name, (ranks, num_rows) in LORA_CASES.items():
         case = lora_case(pools, ranks, num_rows)
         floor = case.adapter_bytes / bandwidth / 1e9
-        alone = attempt(lambda: time_ms(case.run, case.turn))
-        dense = time_ms(lambda: base.run(case), case.turn)
-        serial = attempt(lambda: time_ms(lambda: base.run_serial(case), case.turn)) - dense
-        forked = attempt(lambda: time_ms(lambda: base.run_forked(case), case.turn)) - dense
+        alone = attempt(case.run, case)
+        dense = attempt(partial(base.run, case), case)
+        beside = {
+            "serial": attempt(partial(base.run_serial, case), case) - dense,
+            "after": attempt(partial(base.run_after, case), case) - dense,
+            "forked": attempt(partial(base.run_forked, case), case) - dense,
+        }
         reach = TARGETS.get(name, (float("nan"),) * 2)
-        report["lora"][name] = dict(floor=floor, alone=alone, base=dense, serial=serial, forked=forked)
-        print(
-            f"{name:28} {floor:6.2f} {alone:6.2f} {reach[0]:6.2f} | {dense:6.2f} {serial:7.2f} {forked:7.2f} {reach[1]:6.2f}",
-            flush=True,
-        )
+        report["lora"][name] = dict(floor=floor, alone=alone, base=dense, **beside)
+        figures = (floor, alone, reach[0], dense, *beside.values(), reach[1])
+        print(f"{name:28}" + "".join(f"{ms:8.2f}" for ms in figures), flush=True)
 
 
 def attention_table(bandwidth: float, report: dict) -> None:
@@ -165,27 +176,36 @@ def small_table(report: dict) -> None:
         f"{'32 layers, ms':28} {'norm':>7} {'rope+kv':>8} {'silu':>7} | one step: greedy, temperature, top-p"
     )
     for rows in (1, 32, 256):
-        plan, num_blocks = attention_plan([1] * rows, [576] * rows)
-        cache = kv_caches(num_blocks, 1)[0]
-        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        gate_up = torch.randn(rows, 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
-        qkv = torch.randn(rows, 6144, dtype=torch.bfloat16, device="cuda")
-        angles = torch.randn(1024, HEAD_DIM, device="cuda")
-        logits = torch.randn(rows, VOCAB, dtype=torch.bfloat16, device="cuda")
-        works: dict[str, Callable[[], object]] = {
-            "norm": lambda: [rms_norm(x, x[0], 1e-5, x) for _ in range(NUM_LAYERS)],
-            "rope_kv": lambda: [
-                rope_write_kv(qkv, angles, plan, cache[0], cache[1], num_heads=NUM_HEADS)
-                for _ in range(NUM_LAYERS)
-            ],
-            "silu": lambda: [silu_mul(gate_up) for _ in range(NUM_LAYERS)],
-            "greedy": lambda: sample(logits, gpu_checks.sampling_batch(rows, temperature=0.0)),
-            "temperature": lambda: sample(logits, gpu_checks.sampling_batch(rows, temperature=0.8)),
-            "top_p": lambda: sample(logits, gpu_checks.sampling_batch(rows, temperature=0.8, top_p=0.9)),
-        }
-        times = {name: time_ms(work) for name, work in works.items()}
+        times = {name: time_ms(work) for name, work in small_works(rows).items()}
         report["small"][rows] = times
         print(f"{rows:4} rows {'':19}" + " ".join(f"{ms:7.3f}" for ms in times.values()), flush=True)
+
+
+def small_works(rows: int) -> dict[str, Callable[[], object]]:
+    """The kernels that are neither products nor attention, in all layers, and sampling once."""
+    plan, num_blocks = attention_plan([1] * rows, [576] * rows)
+    cache = kv_caches(num_blocks, 1)[0]
+    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    gate_up = torch.randn(rows, 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
+    qkv = torch.randn(rows, 6144, dtype=torch.bfloat16, device="cuda")
+    angles = torch.randn(1024, HEAD_DIM, device="cuda")
+    logits = torch.randn(rows, VOCAB, dtype=torch.bfloat16, device="cuda")
+
+    def rope() -> None:
+        for _ in range(NUM_LAYERS):
+            rope_write_kv(qkv, angles, plan, cache[0], cache[1], num_heads=NUM_HEADS)
+
+    def draw(**values: float) -> Callable[[], object]:
+        return lambda: sample(logits, gpu_checks.sampling_batch(rows, **values))
+
+    return {
+        "norm": lambda: [rms_norm(x, x[0], 1e-5, x) for _ in range(NUM_LAYERS)],
+        "rope_kv": rope,
+        "silu": lambda: [silu_mul(gate_up) for _ in range(NUM_LAYERS)],
+        "greedy": draw(temperature=0.0),
+        "temperature": draw(temperature=0.8),
+        "top_p": draw(temperature=0.8, top_p=0.9),
+    }
 
 
 def prefill_table(pools: list[dict[str, LoraPool]], report: dict) -> None:
@@ -206,6 +226,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_kernels.json"))
+    parser.add_argument("--only", choices=["lora", "prefill", "attention", "small"], help="one table alone")
     options = parser.parse_args()
     started = time.perf_counter()
     torch.manual_seed(int(time.time()))
@@ -214,12 +235,15 @@ def main() -> None:
     report["copy_tb_s"] = bandwidth = copy_bandwidth()
     print(f"{report['device']}: copy {bandwidth:.2f} TB/s", flush=True)
     pools = [{g: make_pool(g, 64) for g in GROUPS} for _ in range(NUM_LAYERS)]
-    for part in (
-        lambda: lora_tables(pools, bandwidth, report),
-        lambda: prefill_table(pools, report),
-        lambda: attention_table(bandwidth, report),
-        lambda: small_table(report),
-    ):
+    parts = {
+        "lora": lambda: lora_tables(pools, bandwidth, report),
+        "prefill": lambda: prefill_table(pools, report),
+        "attention": lambda: attention_table(bandwidth, report),
+        "small": lambda: small_table(report),
+    }
+    for name, part in parts.items():
+        if options.only not in (None, name):
+            continue
         part()
         options.out.write_text(json.dumps(report, indent=1))
         print(f"[{time.perf_counter() - started:.0f} s]", flush=True)

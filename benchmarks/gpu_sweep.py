@@ -1,7 +1,7 @@
 """Tries the kernels' tile configurations on a GPU and prints the best of each shape.
 
-The winners are what ``kernels/gpu`` ships as fixed choices; nothing is tuned at run time. Each LoRA configuration
-is checked against float64 first, since a compiler may err on some of them.
+The winners are what ``kernels/gpu`` ships as fixed choices; nothing is tuned at run time. Each LoRA
+configuration is checked against float64 first, since a compiler may err on some of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,69 +31,57 @@ from benchmarks.gpu_timing import relative_error, time_ms
 from kernels import reference
 from kernels.gpu import lora
 from kernels.gpu.lora import ExpandConfig, ShrinkConfig
-from kernels.gpu.lora_tiles import FEW_ROWS, make_tiles
 from kernels.gpu.paged_attention import DecodeConfig, PrefillConfig, paged_attention
-from kernels.plans import LoraPlan, LoraPool
+from kernels.plans import LoraPool
 
 Table = dict[str, dict[str, float]]
 
-DECODE_CASES = {"1,1": (1, 1), "8,32": (8, 32), "32,32": (32, 32), "64,128": (64, 128), "64,256": (64, 256)}
+CASES = {
+    "1,1": (1, 1),
+    "8,32": (8, 32),
+    "32,32": (32, 32),
+    "64,128": (64, 128),
+    "64,256": (64, 256),
+    "1,256": (1, 256),
+    "8,256": (8, 256),
+}
 PREFILL_CASES = {"1,8192": (1, 8192), "64,8192": (64, 8192)}
 
 
-def decode_shrinks(columns: int) -> list[ShrinkConfig]:
-    blocks = {16: (256, 1024), 32: (256, 512), 48: (128, 256)}[columns]
+def shrink_configs(columns: int) -> list[ShrinkConfig]:
+    blocks = {
+        16: ((256, 128), (512, 128), (1024, 128)),
+        32: ((256, 64), (256, 128)),
+        48: ((128, 64), (256, 64)),
+    }
     return [
-        ShrinkConfig(block_k, 16, fill, 4, stages, per)
-        for block_k in blocks
+        ShrinkConfig(block_k, 16, many, fill, 4, stages, per, registers)
+        for block_k, many in blocks[columns]
         for stages in (2, 3)
-        for fill, per in ((264, 4), (528, 4), (528, 8))
+        for registers in (None, 128)
+        for fill, per in ((264, 4), (528, 4))
     ]
 
 
-def decode_expands() -> list[ExpandConfig]:
+def expand_configs() -> list[ExpandConfig]:
     return [
-        ExpandConfig(block_n, fill, 4, stages, per)
-        for block_n, stages in ((128, 3), (128, 4), (256, 2), (256, 3))
-        for fill, per in ((264, 4), (528, 4), (1056, 4), (1056, 8), (2112, 8))
+        ExpandConfig(block_n, many, fill, 4, stages, per, registers)
+        for block_n, many, stages in ((128, 64, 3), (256, 64, 2), (256, 64, 3), (256, 128, 2))
+        for registers in (None, 128)
+        for fill, per in ((264, 4), (528, 4), (1056, 4))
     ]
 
 
-def prefill_shrinks(columns: int) -> list[ShrinkConfig]:
-    return [
-        ShrinkConfig(block_k, splits, 264, warps, stages, 4)
-        for block_k, warps, stages in ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (64, 8, 4))
-        for splits in (4,)
-    ]
-
-
-def prefill_expands() -> list[ExpandConfig]:
-    return [
-        ExpandConfig(block_n, fill, warps, stages, per)
-        for block_n, warps, stages in ((64, 4, 2), (128, 8, 2), (128, 4, 2), (128, 8, 3))
-        for fill, per in ((1056, 4), (2112, 8), (8448, 8))
-    ]
-
-
-def tiled(plan: LoraPlan, tile_rows: int) -> LoraPlan:
-    return replace(plan, tiles=make_tiles(plan, tile_rows))
-
-
-def run_shrink(case: LoraCase, group: str, tile_rows: int, config: ShrinkConfig) -> None:
-    plan = tiled(case.plan, tile_rows)
+def run_shrink(case: LoraCase, group: str, config: ShrinkConfig) -> None:
+    plan = lora.prepare(case.plan)
     for pools in case.pools:
         lora.lora_shrink(case.x[group], pools[group], plan, config)
 
 
 def run_expand(
-    case: LoraCase,
-    group: str,
-    tile_rows: int,
-    shrunk: torch.Tensor,
-    shrink: ShrinkConfig,
-    config: ExpandConfig,
+    case: LoraCase, group: str, shrunk: torch.Tensor, shrink: ShrinkConfig, config: ExpandConfig
 ) -> None:
-    plan = tiled(case.plan, tile_rows)
+    plan = lora.prepare(case.plan)
     for pools in case.pools:
         lora.lora_expand(shrunk, case.y[group], pools[group], plan, config, shrink)
 
@@ -101,26 +89,21 @@ def run_expand(
 def sweep_group(
     cases: dict[str, LoraCase],
     group: str,
-    tile_rows: int,
-    shrinks: Iterable[ShrinkConfig],
-    expands: Iterable[ExpandConfig],
+    shrinks: list[ShrinkConfig],
+    expands: list[ExpandConfig],
 ) -> tuple[Table, Table]:
     shrink_table: Table = {}
     expand_table: Table = {}
-    shrinks = list(shrinks)
     for config in shrinks:
         shrink_table[str(config)] = {
-            name: attempt(partial(run_shrink, case, group, tile_rows, config), case.turn)
-            for name, case in cases.items()
+            name: attempt(partial(run_shrink, case, group, config), case.turn) for name, case in cases.items()
         }
     for config in expands:
         row = expand_table[str(config)] = {}
         for name, case in cases.items():
-            shrunk = lora.lora_shrink(
-                case.x[group], case.pools[0][group], tiled(case.plan, tile_rows), shrinks[0]
-            )
-            work = partial(run_expand, case, group, tile_rows, shrunk, shrinks[0], config)
-            row[name] = attempt(work, case.turn)
+            plan = lora.prepare(case.plan)
+            shrunk = lora.lora_shrink(case.x[group], case.pools[0][group], plan, shrinks[0])
+            row[name] = attempt(partial(run_expand, case, group, shrunk, shrinks[0], config), case.turn)
     return shrink_table, expand_table
 
 
@@ -144,35 +127,27 @@ def print_best(title: str, rows: Table, count: int = 3) -> None:
 
 def sweep_lora(report: dict, width: int) -> None:
     pools = [{g: make_pool(g, 64) for g in GROUPS} for _ in range(NUM_LAYERS)]
-    cases = {name: lora_case(pools, [16] * n, rows, width) for name, (n, rows) in DECODE_CASES.items()}
+    cases = {name: lora_case(pools, [16] * n, rows, width) for name, (n, rows) in CASES.items()}
     for group, (_, outs) in GROUPS.items():
-        shrinks = decode_shrinks(len(outs) * 16) if width == 1 else decode_shrinks(len(outs) * 16)[:1]
-        tables = sweep_group(cases, group, FEW_ROWS, shrinks, decode_expands())
+        tables = sweep_group(cases, group, shrink_configs(len(outs) * 16), expand_configs())
         report[f"{group} width {width}"] = tables
-        print_best(f"{group} shrink width {width}", tables[0], 4 if width == 1 else 1)
+        print_best(f"{group} shrink width {width}", tables[0], 4)
         print_best(f"{group} expand width {width}", tables[1], 4)
 
 
 def sweep_lora_prefill(report: dict) -> None:
     pools = [{g: make_pool(g, 64) for g in GROUPS}]
     cases = {name: lora_case(pools, [16] * n, rows, 4) for name, (n, rows) in PREFILL_CASES.items()}
-    for tile_rows in (64, 128):
-        for group, (_, outs) in GROUPS.items():
-            tables = sweep_group(cases, group, tile_rows, prefill_shrinks(len(outs) * 16), prefill_expands())
-            report[f"{group} prefill {tile_rows}"] = tables
-            print_best(f"{group} shrink prefill {tile_rows}, 1 layer", tables[0], 2)
-            print_best(f"{group} expand prefill {tile_rows}, 1 layer", tables[1], 2)
+    for group, (_, outs) in GROUPS.items():
+        shrinks = [replace(config, max_splits=4) for config in shrink_configs(len(outs) * 16)]
+        tables = sweep_group(cases, group, shrinks, expand_configs())
+        report[f"{group} prefill"] = tables
+        print_best(f"{group} shrink prefill, 1 layer", tables[0], 2)
+        print_best(f"{group} expand prefill, 1 layer", tables[1], 2)
 
 
 def sweep_decode(report: dict) -> None:
-    batches = {
-        "1": (1, 576),
-        "8": (8, 576),
-        "32": (32, 576),
-        "128": (128, 576),
-        "256": (256, 576),
-        "4x8k": (4, 8192),
-    }
+    batches = {f"{rows}x576": (rows, 576) for rows in (1, 8, 32, 128, 256)} | {"4x8k": (4, 8192)}
     made = {}
     for name, (batch, context) in batches.items():
         plan, num_blocks = attention_plan([1] * batch, [context] * batch)
@@ -185,8 +160,8 @@ def sweep_decode(report: dict) -> None:
 
     rows: Table = {}
     for block_n, warps, stages, per in [
-        (16, 1, 5, 8), (16, 1, 4, 8), (16, 1, 6, 8), (16, 1, 8, 8), (16, 1, 5, 16), (16, 2, 6, 8), (32, 4, 6, 4),
-        (32, 2, 4, 8), (32, 1, 4, 8), (64, 4, 2, 4),
+        (16, 1, 4, 8), (16, 1, 5, 8), (16, 1, 6, 8), (16, 1, 8, 8), (16, 1, 5, 16), (16, 2, 6, 8),
+        (32, 4, 6, 4), (32, 2, 4, 8), (32, 1, 4, 8), (64, 4, 2, 4),
     ]:  # fmt: skip
         config = DecodeConfig(block_n, warps, stages, per)
         rows[str(config)] = {
@@ -213,8 +188,8 @@ def sweep_prefill(report: dict) -> None:
         qkv = torch.randn(sum(queries), 6144, dtype=torch.bfloat16, device="cuda")
         made[name] = (qkv, plan, kv_caches(num_blocks, 1)[0])
     for block_m, block_n, warps, stages in [
-        (128, 32, 4, 3), (128, 32, 4, 2), (128, 32, 4, 4), (128, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 32, 8, 3),
-        (128, 16, 4, 4),
+        (128, 32, 4, 2), (128, 32, 4, 3), (128, 32, 4, 4), (128, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
+        (128, 32, 8, 3), (128, 16, 4, 4),
     ]:  # fmt: skip
         config = PrefillConfig(block_m, block_n, warps, stages)
 
@@ -229,7 +204,7 @@ def sweep_prefill(report: dict) -> None:
 def check_configs() -> None:
     """Errors of every configuration that is swept, against float64."""
     found: list[tuple[float, str]] = []
-    ranks, rows = [8, 16, 64, 40, 16], [1, 20, 3, 9, 133]
+    ranks, rows = [8, 16, 64, 40, 16, 24], [1, 20, 3, 9, 133, 70]
     for group, (_, outs) in GROUPS.items():
         pool = make_pool(group, 16)
         case = lora_case([{g: pool for g in GROUPS}], ranks, sum(rows))
@@ -237,20 +212,15 @@ def check_configs() -> None:
         want = torch.zeros_like(case.y[group], dtype=torch.float64)
         shrunk = reference.lora_shrink(case.x[group].double(), wide, case.plan)
         reference.lora_expand(shrunk, want, wide, case.plan)
-        columns = len(outs) * 16
-        for tile_rows, shrinks, expands in (
-            (FEW_ROWS, decode_shrinks(columns), decode_expands()),
-            (64, prefill_shrinks(columns), prefill_expands()),
-            (128, prefill_shrinks(columns), prefill_expands()),
-        ):
-            plan = tiled(case.plan, tile_rows)
-            for i in range(max(len(shrinks), len(expands))):
-                shrink, expand = shrinks[i % len(shrinks)], expands[i % len(expands)]
-                y = torch.zeros_like(case.y[group])
-                partials = lora.lora_shrink(case.x[group], pool, plan, shrink)
-                lora.lora_expand(partials, y, pool, plan, expand, shrink)
-                error = relative_error(y, want)
-                found.append((error if error == error else 1e9, f"{group} {tile_rows} {shrink} {expand}"))
+        plan = lora.prepare(case.plan)
+        shrinks, expands = shrink_configs(len(outs) * 16), expand_configs()
+        for i in range(max(len(shrinks), len(expands))):
+            shrink, expand = shrinks[i % len(shrinks)], expands[i % len(expands)]
+            y = torch.zeros_like(case.y[group])
+            partials = lora.lora_shrink(case.x[group], pool, plan, shrink)
+            lora.lora_expand(partials, y, pool, plan, expand, shrink)
+            error = relative_error(y, want)
+            found.append((error if error == error else 1e9, f"{group} {shrink} {expand}"))
     found.sort(reverse=True)
     print(f"largest errors of {len(found)} swept LoRA configurations:")
     for error, name in found[:2]:

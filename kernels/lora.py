@@ -10,6 +10,18 @@ from kernels import native, reference
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool
 
 
+def prepare(plan: LoraPlan) -> LoraPlan:
+    """The plan, with whatever the device's kernels derive from it. Call once a step, before the first layer.
+
+    Without it every product derives it again. Launches on the device of the plan, and may be captured.
+    """
+    if plan.rows.is_cuda:
+        from kernels.gpu import lora as gpu
+
+        return gpu.prepare(plan)
+    return plan
+
+
 def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> None:
     """Add to the rows of ``y`` that the plan names their adapter's product, **in place**.
 

@@ -50,7 +50,6 @@ class LoraTiles:
     tiles: torch.Tensor
     units: torch.Tensor
     counts: torch.Tensor
-    tile_rows: int
 
 
 @dataclass(frozen=True, slots=True)

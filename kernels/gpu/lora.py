@@ -22,27 +22,33 @@ import triton
 
 from kernels.gpu import lora_kernels
 from kernels.gpu.launch import dependent_launch, num_processors
-from kernels.gpu.lora_tiles import FEW_ROWS, make_tiles
+from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, make_tiles
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, LoraTiles
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
-    """``fill``: programs that splitting aims at; ``per_processor``: programs launched per multiprocessor."""
+    """``fill``: programs that splitting aims at; ``per_processor``: programs launched per multiprocessor.
+
+    ``many_block_k`` is for tiles of many rows, and divides ``block_k``.
+    """
 
     block_k: int
     max_splits: int
+    many_block_k: int = 64
     fill: int = 264
     num_warps: int = 4
     num_stages: int = 3
     per_processor: int = 4
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """``fill``: pieces that the work is cut into, roughly; ``per_processor`` as above."""
+    """``fill``: pieces that the work is cut into, roughly; the rest as above."""
 
     block_n: int
+    many_block_n: int = 64
     fill: int = 528
     num_warps: int = 4
     num_stages: int = 3
@@ -78,7 +84,7 @@ def lora_shrink(
     tiles = _tiles_of(plan)
     _, num_projections, _, size = pool.a.shape
     columns = num_projections * RANK_PAGE
-    config = config or shrink_config(tiles, columns)
+    config = config or shrink_config(columns, size, plan.rows.shape[0])
     v = torch.empty(
         (config.max_splits, plan.rows.shape[0], plan.segment_pages.shape[1], num_projections, RANK_PAGE),
         dtype=torch.float32,
@@ -101,13 +107,17 @@ def lora_shrink(
         v.stride(1),
         COLUMNS=columns,
         BLOCK_COLUMNS=triton.next_power_of_2(columns),
-        TILE_ROWS=tiles.tile_rows,
+        FEW=FEW_ROWS,
+        MANY=MANY_ROWS,
+        HAS_MANY=plan.max_segment_rows > 2 * FEW_ROWS,
         BLOCK_K=config.block_k,
+        MANY_BLOCK_K=config.many_block_k,
         EVEN_K=size % config.block_k == 0,
         MAX_SPLITS=config.max_splits,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
         launch_pdl=pdl,
     )
     return v
@@ -126,8 +136,8 @@ def lora_expand(
     ``shrink`` is the configuration that ``lora_shrink`` ran with: it says how many splits hold values.
     """
     tiles = _tiles_of(plan)
-    config = config or expand_config(tiles)
-    shrink = shrink or shrink_config(tiles, shrunk.shape[3] * RANK_PAGE)
+    config = config or expand_config(pool.splits[-1], len(pool.splits) - 1)
+    shrink = shrink or shrink_config(shrunk.shape[3] * RANK_PAGE, pool.a.shape[3], plan.rows.shape[0])
     sizes = [end - start for start, end in pairwise(pool.splits)]
     num_blocks = sum(triton.cdiv(size, config.block_n) for size in sizes)
     offsets = (*pool.splits, *[pool.splits[-1]] * (4 - len(pool.splits)))
@@ -153,8 +163,11 @@ def lora_expand(
         RANK_ROWS=RANK_PAGE * triton.next_power_of_2(plan.segment_pages.shape[1]),
         PROJECTIONS=len(sizes),
         OUT=pool.splits[-1],
-        TILE_ROWS=tiles.tile_rows,
+        FEW=FEW_ROWS,
+        MANY=MANY_ROWS,
+        HAS_MANY=plan.max_segment_rows > 2 * FEW_ROWS,
         BLOCK_N=config.block_n,
+        MANY_BLOCK_N=config.many_block_n,
         EVEN_N=all(size % config.block_n == 0 for size in sizes),
         BLOCK_K=shrink.block_k,
         MAX_SPLITS=shrink.max_splits,
@@ -166,19 +179,21 @@ def lora_expand(
     )
 
 
-def shrink_config(tiles: LoraTiles, columns: int) -> ShrinkConfig:
-    """The choice by shape."""
-    block_k = {16: 512, 32: 256}.get(columns, 128)
-    if tiles.tile_rows == FEW_ROWS:
-        return ShrinkConfig(block_k, max_splits=16)
-    return ShrinkConfig(64, max_splits=4)
+def shrink_config(columns: int, size: int, max_rows: int) -> ShrinkConfig:
+    """The choice for ``columns`` (16 times the projections) of length ``size``, and room for ``max_rows``."""
+    max_splits = 16 if max_rows <= 512 else 4
+    if columns == 16:
+        return ShrinkConfig(256, max_splits, 128, fill=264, num_stages=2 if size <= 8192 else 3)
+    if columns == 32:
+        return ShrinkConfig(256, max_splits, 64, fill=528, num_stages=2, max_registers=128)
+    return ShrinkConfig(128, max_splits, 64, fill=528, num_stages=2, max_registers=128)
 
 
-def expand_config(tiles: LoraTiles) -> ExpandConfig:
-    """The choice by shape."""
-    if tiles.tile_rows == FEW_ROWS:
-        return ExpandConfig(256)
-    return ExpandConfig(128, num_warps=8)
+def expand_config(out: int, num_projections: int) -> ExpandConfig:
+    """The choice for ``out`` columns in all."""
+    if out >= 16384:
+        return ExpandConfig(256, fill=528, max_registers=128)
+    return ExpandConfig(128, fill=264, max_registers=128 if num_projections == 1 else None)
 
 
 def _tiles_of(plan: LoraPlan) -> LoraTiles:

@@ -1,4 +1,9 @@
-"""The two Triton kernels of ``kernels.gpu.lora``; layouts are described there and in ``lora_tiles``."""
+"""The two Triton kernels of ``kernels.gpu.lora``; layouts are described there and in ``lora_tiles``.
+
+Beside the base products, which stream gigabytes through the L2 cache, nearly every load of a short kernel
+misses. So chains of dependent loads are short, and what every layer reads again (the work list, the rows, the
+scales) asks to be evicted last.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +37,58 @@ def _load_x(x, row_offsets, row_mask, k, size, EVEN_K: tl.constexpr):
     return tl.load(x + row_offsets[:, None] + k[None, :], row_mask[:, None] & (k < size)[None, :], 0.0)
 
 
+@triton.jit
+def _shrink_unit(
+    x,
+    a,
+    scales,
+    v,
+    rows,
+    first,
+    num_rows,
+    page,
+    page_and_live,
+    start,
+    end,
+    size,
+    x_stride,
+    v_row_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``start`` to ``end`` along ``in``, for one tile under one page; ``v`` is the split's, at row 0."""
+    i = tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    row = tl.load(rows + first + i, i < num_rows, -1, eviction_policy="evict_last")
+    row_mask = row >= 0
+    x_offsets = row.to(tl.int64) * x_stride
+    scale = tl.load(
+        scales + page * (COLUMNS // 16) + column // 16, column < COLUMNS, 0.0, eviction_policy="evict_last"
+    )
+    a_mask = (column < COLUMNS) & (column % 16 <= page_and_live % 16)
+    a_offsets = (page.to(tl.int64) * COLUMNS + column) * size
+    k = start + tl.arange(0, BLOCK_K)
+    # The first chunk of A, which no kernel of the step writes, travels while the kernel before drains.
+    a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
+    wait_for_inputs(PDL)
+    x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
+    acc = tl.dot(x_block, a_block, input_precision="ieee")
+    for chunk in range(start + BLOCK_K, end, BLOCK_K):
+        k = chunk + tl.arange(0, BLOCK_K)
+        x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
+        a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
+        acc = tl.dot(x_block, a_block, acc, input_precision="ieee")
+    offsets = (first + i).to(tl.int64)[:, None] * v_row_stride + column[None, :]
+    mask = (i < num_rows)[:, None] & (column < COLUMNS)[None, :]
+    # Where the adapter lacks a projection, its scale is 0 and the page may hold anything.
+    acc = tl.where((scale != 0)[None, :], acc * scale[None, :], 0.0)
+    tl.store(v + (page_and_live // 16) * COLUMNS + offsets, acc, mask)
+
+
 @triton.jit(do_not_specialize=["fill"])
 def shrink(
     x,
@@ -48,47 +105,38 @@ def shrink(
     v_row_stride,
     COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    HAS_MANY: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MANY_BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    num_units = tl.load(counts + 1)
+    num_units = tl.load(counts + 1, eviction_policy="evict_last")
     splits, split_size = _split_of(num_units, size, fill, BLOCK_K, MAX_SPLITS)
-    i = tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, BLOCK_COLUMNS)
     for item in range(tl.program_id(0), num_units * splits, tl.num_programs(0)):
         split = item % splits
         unit = units + (item // splits) * 4
-        first = tl.load(unit)
-        num_rows = tl.load(unit + 1)
-        page = tl.load(unit + 2)
-        page_and_live = tl.load(unit + 3)
-        row = tl.load(rows + first + i, i < num_rows, -1)
-        row_mask = row >= 0
-        x_offsets = row.to(tl.int64) * x_stride
-        scale = tl.load(scales + page * (COLUMNS // 16) + column // 16, column < COLUMNS, 0.0)
-        a_mask = (column % 16 <= page_and_live % 16) & (scale != 0)
-        a_offsets = (page.to(tl.int64) * COLUMNS + column) * size
+        first = tl.load(unit, eviction_policy="evict_last")
+        num_rows = tl.load(unit + 1, eviction_policy="evict_last")
+        page = tl.load(unit + 2, eviction_policy="evict_last")
+        page_and_live = tl.load(unit + 3, eviction_policy="evict_last")
         start = split * split_size
         end = tl.minimum(start + split_size, size)
-        k = start + tl.arange(0, BLOCK_K)
-        # The first chunk of A, which no kernel of the step writes, travels while the kernel before drains.
-        a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
-        wait_for_inputs(PDL)
-        x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
-        acc = tl.dot(x_block, a_block, input_precision="ieee")
-        for chunk in range(start + BLOCK_K, end, BLOCK_K):
-            k = chunk + tl.arange(0, BLOCK_K)
-            x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
-            a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
-            acc = tl.dot(x_block, a_block, acc, input_precision="ieee")
-        target = v + split.to(tl.int64) * v_split_stride + (page_and_live // 16) * COLUMNS
-        offsets = (first + i).to(tl.int64)[:, None] * v_row_stride + column[None, :]
-        mask = (i < num_rows)[:, None] & (column < COLUMNS)[None, :]
-        tl.store(target + offsets, acc * scale[None, :], mask)
+        target = v + split.to(tl.int64) * v_split_stride
+        if (not HAS_MANY) | (num_rows <= FEW):
+            _shrink_unit(
+                x, a, scales, target, rows, first, num_rows, page, page_and_live, start, end, size, x_stride,
+                v_row_stride, COLUMNS, BLOCK_COLUMNS, FEW, BLOCK_K, EVEN_K, PDL,
+            )  # fmt: skip
+        else:
+            _shrink_unit(
+                x, a, scales, target, rows, first, num_rows, page, page_and_live, start, end, size, x_stride,
+                v_row_stride, COLUMNS, BLOCK_COLUMNS, MANY, MANY_BLOCK_K, EVEN_K, PDL,
+            )  # fmt: skip
     wait_for_inputs(PDL)
 
 
@@ -100,31 +148,25 @@ def _four_splits(v, offsets, mask, group, splits, v_split_stride):
 
 
 @triton.jit
-def _sum_splits(
-    v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constexpr, FEW_RANK_ROWS: tl.constexpr
-):
+def _sum_splits(v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constexpr, ONE_BY_ONE: tl.constexpr):
     """float32 [rows, rank rows]: the live splits, summed in an order that depends on nothing else.
 
-    As many loads are in flight at once as registers allow for.
+    Many loads are in flight at once where the sum is small, and one at a time where registers forbid it.
     """
-    if MAX_SPLITS <= 4:
+    if ONE_BY_ONE:
         total = tl.load(v + offsets, mask, 0.0)
         for s in range(1, splits):
             total += tl.load(v + s * v_split_stride + offsets, mask, 0.0)
     else:
         total = _four_splits(v, offsets, mask, 0, splits, v_split_stride)
-        if FEW_RANK_ROWS:
-            for group in tl.static_range(4, MAX_SPLITS, 4):
-                total += _four_splits(v, offsets, mask, group, splits, v_split_stride)
-        else:
-            for group in range(4, splits, 4):
-                total += _four_splits(v, offsets, mask, group, splits, v_split_stride)
+        for group in tl.static_range(4, MAX_SPLITS, 4):
+            total += _four_splits(v, offsets, mask, group, splits, v_split_stride)
     return total
 
 
 @triton.jit
 def _halves(v, b):
-    """v in float32 as the sum of two numbers of the type of b, so that the tensor cores lose nothing of it."""
+    """v in float32 as the sum of two numbers of the type of b: the tensor cores then lose nothing of it."""
     high = v.to(b.dtype.element_ty)
     return high, (v - high.to(tl.float32)).to(b.dtype.element_ty)
 
@@ -168,17 +210,19 @@ def _expand_columns(
     """Columns ``start`` to ``end`` of one tile, for an adapter of at most RANK_ROWS rank rows."""
     i = tl.arange(0, TILE_ROWS)
     r = tl.arange(0, RANK_ROWS)
-    row = tl.load(rows + first + i, i < num_rows, -1)
+    row = tl.load(rows + first + i, i < num_rows, -1, eviction_policy="evict_last")
     if RANK_ROWS == 16:
         b_offsets = (page.to(tl.int64) * 16 + r) * OUT
     else:
-        b_offsets = (tl.load(pages + r // 16, r < rank, 0).to(tl.int64) * 16 + r % 16) * OUT
+        b_offsets = (
+            tl.load(pages + r // 16, r < rank, 0, eviction_policy="evict_last").to(tl.int64) * 16 + r % 16
+        ) * OUT
     y_offsets = row.to(tl.int64) * y_stride
     v_offsets = (first + i)[:, None] * v_row_stride + ((r // 16) * COLUMNS + projection * 16 + r % 16)[
         None, :
     ]
     v_mask = (i < num_rows)[:, None] & (r // 16 * 16 < rank)[None, :]
-    if RANK_ROWS == 16:
+    if RANK_ROWS * TILE_ROWS <= 256:
         # The first block of B, which no kernel of the step writes, travels while the kernel before drains.
         n = start + tl.arange(0, BLOCK_N)
         b_mask = (r < rank)[:, None]
@@ -190,12 +234,12 @@ def _expand_columns(
         wait_for_inputs(PDL)
         y_pointers = y + y_offsets[:, None] + n[None, :]
         y_block = tl.load(y_pointers, y_mask, 0.0)
-        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, True), b)
+        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, False), b)
         _add_columns(high, low, b_block, y_pointers, y_block, y_mask)
         start += BLOCK_N
     else:
         wait_for_inputs(PDL)
-        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, False), b)
+        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, True), b)
     for block in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         n = block + tl.arange(0, BLOCK_N)
         b_mask = (r < rank)[:, None]
@@ -233,8 +277,11 @@ def expand(
     RANK_ROWS: tl.constexpr,
     PROJECTIONS: tl.constexpr,
     OUT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    HAS_MANY: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MANY_BLOCK_N: tl.constexpr,
     EVEN_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -242,9 +289,9 @@ def expand(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    num_tiles = tl.load(counts)
-    splits, _ = _split_of(tl.load(counts + 1), size, fill, BLOCK_K, MAX_SPLITS)
-    # An item of work is a tile and some columns of one projection: so many that about expand_fill items result.
+    num_tiles = tl.load(counts, eviction_policy="evict_last")
+    splits, _ = _split_of(tl.load(counts + 1, eviction_policy="evict_last"), size, fill, BLOCK_K, MAX_SPLITS)
+    # An item is a tile and some columns of one projection: as many as make about expand_fill items.
     blocks = tl.cdiv(split_1 - split_0, BLOCK_N) + tl.cdiv(split_2 - split_1, BLOCK_N)
     blocks += tl.cdiv(split_3 - split_2, BLOCK_N)
     width = tl.maximum(tl.cdiv(num_tiles * blocks, expand_fill), 1) * BLOCK_N
@@ -254,11 +301,11 @@ def expand(
     for item in range(tl.program_id(0), num_tiles * items, tl.num_programs(0)):
         part = item % items
         tile = tiles + (item // items) * 5
-        first = tl.load(tile)
-        num_rows = tl.load(tile + 1)
-        segment = tl.load(tile + 2)
-        rank = tl.load(tile + 3)
-        page = tl.load(tile + 4)
+        first = tl.load(tile, eviction_policy="evict_last")
+        num_rows = tl.load(tile + 1, eviction_policy="evict_last")
+        segment = tl.load(tile + 2, eviction_policy="evict_last")
+        rank = tl.load(tile + 3, eviction_policy="evict_last")
+        page = tl.load(tile + 4, eviction_policy="evict_last")
         projection = (part >= items_0).to(tl.int32) + (part >= items_1).to(tl.int32)
         start = split_0 + part * width
         end = split_1
@@ -271,17 +318,31 @@ def expand(
         end = tl.minimum(start + width, end)
         pages = segment_pages + segment * MAX_PAGES
         # An adapter that lacks the projection costs nothing here, and its page may hold anything.
-        if tl.load(scales + page * PROJECTIONS + projection) != 0:
-            if (RANK_ROWS == 16) | (rank <= 16):
+        if tl.load(scales + page * PROJECTIONS + projection, eviction_policy="evict_last") != 0:
+            few_rank_rows = (RANK_ROWS == 16) | (rank <= 16)
+            few_rows = (not HAS_MANY) | (num_rows <= FEW)
+            if few_rank_rows & few_rows:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
-                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, TILE_ROWS, BLOCK_N,
-                    EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, FEW,
+                    BLOCK_N, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                )  # fmt: skip
+            elif few_rank_rows:
+                _expand_columns(
+                    v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
+                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, MANY,
+                    MANY_BLOCK_N, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                )  # fmt: skip
+            elif few_rows:
+                _expand_columns(
+                    v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
+                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, RANK_ROWS, FEW,
+                    BLOCK_N // 2, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
                 )  # fmt: skip
             else:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
-                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, RANK_ROWS, TILE_ROWS, BLOCK_N,
-                    EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                    y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, RANK_ROWS, MANY,
+                    MANY_BLOCK_N // 2, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
                 )  # fmt: skip
     wait_for_inputs(PDL)

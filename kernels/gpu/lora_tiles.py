@@ -6,8 +6,9 @@ each replay it follows whatever the static buffers of the plan say, for any numb
     tiles  int32 [max_tiles, 5]   first of rows | rows | segment | its rank | its first page id
     units  int32 [max_units, 4]   first of rows | rows | page id | page number * 16 + live rank rows - 1
 
-A tile is up to ``tile_rows`` rows of one segment: the unit of expand. A unit is one tile under one rank page:
-the unit of shrink. ``counts`` holds how many of each are live.
+A tile is some rows of one segment: the unit of expand. Segments of up to 32 rows are cut into tiles of 16,
+longer ones into tiles of 64. A unit is one tile under one rank page: the unit of shrink. ``counts`` holds how
+many of each are live.
 """
 
 from __future__ import annotations
@@ -22,26 +23,21 @@ FEW_ROWS = 16
 MANY_ROWS = 64
 
 
-def tile_rows_for(plan: LoraPlan) -> int:
-    """Rows of a tile: few where segments are short, as in decode, many in prefill."""
-    return FEW_ROWS if plan.num_rows <= 256 or plan.max_segment_rows <= 2 * FEW_ROWS else MANY_ROWS
-
-
-def make_tiles(plan: LoraPlan, tile_rows: int | None = None) -> LoraTiles:
+def make_tiles(plan: LoraPlan) -> LoraTiles:
     """Launches the kernel that fills the work list of ``plan``.
 
     Segments that are padding (no rows, or no rank) get no tile. Sizes of buffers and grid come from the
     shapes of the plan's tensors and ``max_segment_rows``: under graph capture these must be the largest that
     any replay needs.
     """
-    tile_rows = tile_rows or tile_rows_for(plan)
     num_segments, num_pages = plan.segment_pages.shape
-    max_tiles = min(plan.rows.shape[0], plan.rows.shape[0] // tile_rows + num_segments)
+    num_rows = plan.rows.shape[0]
+    max_tiles = min(num_rows, num_rows // FEW_ROWS + num_segments)
     device = plan.rows.device
     tiles = torch.empty((max_tiles, 5), dtype=torch.int32, device=device)
     units = torch.empty((max_tiles * num_pages, 4), dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
-    _make_tiles[(max(1, triton.cdiv(plan.max_segment_rows, tile_rows)),)](
+    _make_tiles[(max(2, triton.cdiv(plan.max_segment_rows, MANY_ROWS)),)](
         plan.segment_starts,
         plan.segment_pages,
         plan.segment_ranks,
@@ -50,12 +46,13 @@ def make_tiles(plan: LoraPlan, tile_rows: int | None = None) -> LoraTiles:
         counts,
         num_segments,
         MAX_PAGES=num_pages,
-        TILE_ROWS=tile_rows,
+        FEW=FEW_ROWS,
+        MANY=MANY_ROWS,
         BLOCK=triton.next_power_of_2(num_segments),
     )
     # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,
     # which starts only when the list is written, makes that safe.
-    return LoraTiles(tiles, units, counts.clone(), tile_rows)
+    return LoraTiles(tiles, units, counts.clone())
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -68,7 +65,8 @@ def _make_tiles(
     counts,
     num_segments,
     MAX_PAGES: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program k writes the k-th tile of every segment."""
@@ -80,7 +78,8 @@ def _make_tiles(
     rank = tl.load(segment_ranks + n, live, 0)
     rows = tl.where(rank > 0, tl.maximum(rows, 0), 0)
     num_pages = (rank + 15) // 16
-    num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tile_rows = tl.where(rows <= 2 * FEW, FEW, MANY)
+    num_tiles = (rows + tile_rows - 1) // tile_rows
     num_units = num_tiles * num_pages
     tile = tl.cumsum(num_tiles, 0) - num_tiles + k
     unit = tl.cumsum(num_units, 0) - num_units + k * num_pages
@@ -88,8 +87,8 @@ def _make_tiles(
         tl.store(counts, tl.sum(num_tiles, 0))
         tl.store(counts + 1, tl.sum(num_units, 0))
     has = num_tiles > k
-    first = start + k * TILE_ROWS
-    size = tl.minimum(rows - k * TILE_ROWS, TILE_ROWS)
+    first = start + k * tile_rows
+    size = tl.minimum(rows - k * tile_rows, tile_rows)
     record = tiles + tile * 5
     tl.store(record, first, has)
     tl.store(record + 1, size, has)

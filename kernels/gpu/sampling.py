@@ -1,9 +1,9 @@
 """Sampling on the device: ``kernels.sampling_batch`` says what, ``kernels.reference`` says it in torch.
 
-No sort. The filters (top-k, min-p, top-p) amount to one threshold on a row's ``logits / temperature``,
-which a radix search finds: 16 passes over the row, two bits of the threshold each, counting (or summing
-the mass of) the tokens above three candidates at a time. Then one pass draws by Gumbel-max, a chunk of
-the vocabulary a program, and a last small kernel joins the chunks.
+No sort. The filters (top-k, min-p, top-p) amount to one threshold on a row, which a radix search finds: each
+pass over the row settles two bits of it, by counting the tokens above three candidates (or summing their
+mass), and bfloat16 logits have sixteen bits. Then one pass draws by Gumbel-max, a chunk of the vocabulary a
+program, and a last small kernel joins the chunks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from kernels.gpu.launch import dependent_launch
 from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
 
 _CHUNK = 4096
+_PASSES = {torch.bfloat16: 8, torch.float16: 10, torch.float32: 16}
+"""Pairs of bits, from the highest, that a float32 which came from this type can have set."""
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
@@ -45,6 +47,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
             edited.stride(0),
             vocab_size,
             GREEDY_BELOW=GREEDY_BELOW,
+            PASSES=_PASSES[edited.dtype],
             BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
             num_warps=16,
             **launch,

@@ -54,21 +54,29 @@ def _value_of(key):
 
 
 @triton.jit
-def _scaled(logits, first, vocab_size, temperature, BLOCK: tl.constexpr):
-    """A block of ``logits / temperature``; what is NaN, +inf or past the end reads as -inf."""
+def _block_of(logits, first, vocab_size, BLOCK: tl.constexpr):
+    """A block of a row; what is NaN, +inf or past the end reads as -inf."""
     token = first + tl.arange(0, BLOCK)
-    z = tl.load(logits + token, token < vocab_size, float("-inf")).to(tl.float32)
-    return tl.div_rn(tl.where(z < float("inf"), z, float("-inf")), temperature)
+    x = tl.load(logits + token, token < vocab_size, float("-inf")).to(tl.float32)
+    return tl.where(x < float("inf"), x, float("-inf"))
 
 
 @triton.jit
 def _highest_key_with(
-    logits, vocab_size, temperature, wanted, maximum, floor, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    vocab_size,
+    wanted,
+    maximum,
+    floor,
+    inverse_temperature,
+    BY_MASS: tl.constexpr,
+    PASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The highest key that at least ``wanted`` tokens (or their mass, of those not below ``floor``) reach."""
     key = tl.full((), 0, tl.uint32)
     bit = tl.full((), 1 << 30, tl.uint32)
-    for _ in range(16):
+    for _ in range(PASSES):
         one = key | bit
         two = key | (bit << 1)
         three = two | bit
@@ -76,11 +84,11 @@ def _highest_key_with(
         sum_two = tl.zeros((BLOCK,), tl.float32)
         sum_three = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, vocab_size, BLOCK):
-            z = _scaled(logits, first, vocab_size, temperature, BLOCK)
+            x = _block_of(logits, first, vocab_size, BLOCK)
             weight = tl.where(first + tl.arange(0, BLOCK) < vocab_size, 1.0, 0.0)
             if BY_MASS:
-                weight = tl.where(z >= floor, tl.exp(z - maximum), 0.0)
-            keys = _key_of(z)
+                weight = tl.where(x >= floor, tl.exp((x - maximum) * inverse_temperature), 0.0)
+            keys = _key_of(x)
             sum_one += tl.where(keys >= one, weight, 0.0)
             sum_two += tl.where(keys >= two, weight, 0.0)
             sum_three += tl.where(keys >= three, weight, 0.0)
@@ -105,10 +113,15 @@ def find_threshold(
     stride,
     vocab_size,
     GREEDY_BELOW: tl.constexpr,
+    PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The least ``logits / temperature`` that the filters of a row keep; -inf where it has none."""
+    """The least ``logits / temperature`` that the filters of a row keep; -inf where it has none.
+
+    The search is over the logits themselves, which order as their quotients do: PASSES pairs of bits are all
+    that their type has.
+    """
     let_next_start(PDL)
     row = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -120,26 +133,31 @@ def find_threshold(
     filters = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
     if filters & (temperature >= GREEDY_BELOW):
         logits += row.to(tl.int64) * stride
+        inverse = 1.0 / temperature
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
         for first in range(0, vocab_size, BLOCK):
-            highest = tl.maximum(highest, _scaled(logits, first, vocab_size, temperature, BLOCK))
+            highest = tl.maximum(highest, _block_of(logits, first, vocab_size, BLOCK))
         maximum = tl.maximum(tl.max(highest, 0), -3.0e38)
+        floor = tl.full((), float("-inf"), tl.float32)
         if min_p > 0.0:
-            threshold = maximum + tl.log(min_p)
+            threshold = tl.div_rn(maximum, temperature) + tl.log(min_p)
+            floor = threshold * temperature
         if (top_k > 0) & (top_k < vocab_size):
             key = _highest_key_with(
-                logits, vocab_size, temperature, top_k.to(tl.float32), maximum, threshold, False, BLOCK
+                logits, vocab_size, top_k.to(tl.float32), maximum, floor, inverse, False, PASSES, BLOCK
             )
-            threshold = tl.maximum(threshold, _value_of(key))
+            floor = tl.maximum(floor, _value_of(key))
+            threshold = tl.maximum(threshold, tl.div_rn(_value_of(key), temperature))
         if top_p < 1.0:
             mass = tl.zeros((BLOCK,), tl.float32)
             for first in range(0, vocab_size, BLOCK):
-                z = _scaled(logits, first, vocab_size, temperature, BLOCK)
-                mass += tl.where(z >= threshold, tl.exp(z - maximum), 0.0)
+                x = _block_of(logits, first, vocab_size, BLOCK)
+                mass += tl.where(x >= floor, tl.exp((x - maximum) * inverse), 0.0)
             wanted = tl.sum(mass, 0) * top_p
-            key = _highest_key_with(logits, vocab_size, temperature, wanted, maximum, threshold, True, BLOCK)
+            key = _highest_key_with(logits, vocab_size, wanted, maximum, floor, inverse, True, PASSES, BLOCK)
             # At least the most probable tokens stay, also where top_p is 0 or the sums round against it.
-            threshold = tl.minimum(tl.maximum(threshold, _value_of(key)), maximum)
+            key_value = tl.minimum(_value_of(key), maximum)
+            threshold = tl.maximum(threshold, tl.div_rn(key_value, temperature))
     tl.store(thresholds + row, threshold)
 
 

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     _patch_tensor = interpreter._patch_lang_tensor
 
     def _patch_tensor_for_numpy_2_4(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 makes loop bounds by ``int(array)`` of one element, which numpy has refused since 2.4."""
+        """Triton 3.6 makes loop bounds by ``int(array)`` of one element, which numpy refuses since 2.4."""
         _patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

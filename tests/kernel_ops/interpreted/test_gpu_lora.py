@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -66,14 +64,14 @@ def expected(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -
     return out
 
 
-def check(plan: LoraPlan, pool: LoraPool, num_tokens: int, tile_rows: int | None = None) -> None:
+def check(plan: LoraPlan, pool: LoraPool, num_tokens: int) -> None:
     dtype = pool.a.dtype
     x = torch.randn(num_tokens, pool.a.shape[3]).to(dtype)
     y = torch.randn(num_tokens, pool.splits[-1]).to(dtype)
     base = sorted(set(range(num_tokens)) - set(plan.rows.tolist()))
     x[base], y[base] = float("nan"), float("nan")
     out = y.clone()
-    lora.apply_lora(x, out, pool, replace(plan, tiles=make_tiles(plan, tile_rows)))
+    lora.apply_lora(x, out, pool, plan)
     want = expected(x, y, pool, plan)
     rows = plan.rows[plan.rows >= 0].long()
     tolerance = 2e-3 if dtype == torch.float16 else 1e-5
@@ -90,12 +88,11 @@ def test_one_row_of_each_rank(rank: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("outs", [[64], [48, 80], [64, 32, 32]])
-@pytest.mark.parametrize("tile_rows", [16, 64])
-def test_mixed_ranks_base_rows_padding_and_empty_segments(outs: list[int], tile_rows: int) -> None:
+def test_mixed_ranks_base_rows_padding_and_empty_segments(outs: list[int]) -> None:
     torch.manual_seed(len(outs))
-    segments = [(1, 8), (0, 16), (17, 16), (3, 64), (33, 32), (2, 16)]
-    plan = make_plan(segments, num_tokens=70, max_pages=4, spare=3)
-    check(plan, make_pool(plan, 160, outs, torch.float16), num_tokens=70, tile_rows=tile_rows)
+    segments = [(1, 8), (0, 16), (17, 16), (3, 64), (33, 16), (35, 40), (2, 16)]
+    plan = make_plan(segments, num_tokens=100, max_pages=4, spare=3)
+    check(plan, make_pool(plan, 160, outs, torch.float16), num_tokens=100)
 
 
 def test_input_long_enough_to_be_split_and_looped_over() -> None:
@@ -123,12 +120,12 @@ def test_an_adapter_without_a_projection_leaves_its_columns_alone() -> None:
 
 
 def test_work_list_counts_only_live_tiles_and_pages() -> None:
-    plan = make_plan([(17, 24), (0, 16), (16, 8)], num_tokens=33, max_pages=4, spare=2)
-    tiles = make_tiles(plan, tile_rows=16)
-    assert tiles.counts.tolist() == [3, 5]
+    plan = make_plan([(17, 24), (0, 16), (65, 8)], num_tokens=82, max_pages=4, spare=2)
+    tiles = make_tiles(plan)
+    assert tiles.counts.tolist() == [4, 6]
     first, second = plan.segment_pages[0, :2].tolist()
     third = int(plan.segment_pages[2, 0])
-    want = [[0, 16, 0, 24, first], [16, 1, 0, 24, first], [17, 16, 2, 8, third]]
-    assert tiles.tiles[:3].tolist() == want
+    want = [[0, 16, 0, 24, first], [16, 1, 0, 24, first], [17, 64, 2, 8, third], [81, 1, 2, 8, third]]
+    assert tiles.tiles[:4].tolist() == want
     assert tiles.units[:2].tolist() == [[0, 16, first, 15], [0, 16, second, 16 + 7]]
-    assert tiles.units[4].tolist() == [17, 16, third, 7]
+    assert tiles.units[4].tolist() == [17, 64, third, 7]

@@ -1,0 +1,87 @@
+"""The Triton kernels, compiled, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from benchmarks import gpu_checks
+from benchmarks.gpu_cases import make_lora_plan, make_pool
+from benchmarks.gpu_timing import capture, relative_error
+from kernels import reference
+from kernels.gpu import lora
+from kernels.plans import LoraPlan, LoraPool
+
+pytestmark = pytest.mark.gpu
+
+ROWS, SEGMENTS, PAGES = 64, 64, 4
+
+
+def test_every_kernel_is_within_rounding_of_float64() -> None:
+    errors = gpu_checks.run()
+    for dtype, limit in gpu_checks.LIMIT.items():
+        kind = str(dtype).removeprefix("torch.")
+        late = {name: error for name, error in errors.items() if name.endswith(kind) and not error < limit}
+        assert not late
+    assert errors["sampling rows that differ"] <= 2
+
+
+def buffers() -> LoraPlan:
+    """A plan with room for ROWS rows and SEGMENTS adapters, all of it padding."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -1, dtype=torch.int32, device="cuda")
+
+    plan = LoraPlan(
+        rows=empty(ROWS),
+        segment_starts=empty(SEGMENTS + 1),
+        segment_pages=empty(SEGMENTS, PAGES),
+        segment_ranks=empty(SEGMENTS),
+        num_rows=ROWS,
+        num_segments=SEGMENTS,
+        max_segment_rows=ROWS,
+    )
+    fill(plan, make_lora_plan([16], [1], PAGES))
+    return plan
+
+
+def fill(static: LoraPlan, plan: LoraPlan) -> None:
+    """Writes a smaller plan over the static one; what is left over becomes padding."""
+    static.rows.fill_(-1)
+    static.rows[: plan.num_rows] = plan.rows
+    static.segment_starts.fill_(plan.num_rows)
+    static.segment_starts[: plan.num_segments + 1] = plan.segment_starts
+    static.segment_pages.fill_(-1)
+    static.segment_pages[: plan.num_segments] = plan.segment_pages
+    static.segment_ranks.zero_()
+    static.segment_ranks[: plan.num_segments] = plan.segment_ranks
+
+
+@pytest.mark.parametrize("group", ["qkv", "down"])
+def test_one_graph_serves_any_number_of_adapters(group: str) -> None:
+    pool = make_pool(group, 150)
+    wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
+    x = torch.randn(ROWS, pool.a.shape[3], dtype=torch.bfloat16, device="cuda")
+    y = torch.zeros(ROWS, pool.splits[-1], dtype=torch.bfloat16, device="cuda")
+    static = buffers()
+    graph = capture(lambda: lora.apply_lora(x, y, pool, lora.prepare(static)))
+    for count, each in ((1, 5), (4, 2), (8, 8), (2, 32), (64, 1), (1, 64), (3, 1)):
+        ranks = [(16, 8, 64, 40)[n % 4] for n in range(count)]
+        plan = make_lora_plan(ranks, [each] * count, PAGES)
+        fill(static, replace(plan, rows=plan.rows.flip(0)))
+        y.fill_(0)
+        graph.replay()
+        first = y.clone()
+        y.fill_(0)
+        graph.replay()
+        assert torch.equal(y, first)
+        want = torch.zeros_like(y, dtype=torch.float64)
+        flipped = replace(plan, rows=plan.rows.flip(0))
+        reference.lora_expand(reference.lora_shrink(x.double(), wide, flipped), want, wide, flipped)
+        assert relative_error(y, want) < 4e-3
+        assert not y[plan.num_rows :].any()
