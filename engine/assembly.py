@@ -51,6 +51,7 @@ def assemble(settings: EngineSettings) -> Core:
     memory = _plan_memory(settings, model, limits)
     store = BlobStore(settings.store)
     runner = Runner(model, num_blocks=memory.num_blocks, num_rank_pages=memory.num_rank_pages)
+    runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
 
     def read(digest: bytes) -> HostAdapter:
         return read_adapter(store.path(digest), model.config, model.dtype, pin=device == "cuda")
