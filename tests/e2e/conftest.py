@@ -37,6 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
     finally:
         stack.stop()
+    stack.assert_calm()
 
 
 @pytest.fixture(scope="session")

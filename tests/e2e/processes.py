@@ -173,6 +173,11 @@ class Stack:
         for service in (self.gateway, self.engine, self.valkey):
             service.stop()
 
+    def assert_calm(self) -> None:
+        """Nothing in all that was logged looks like a fault of ours."""
+        for service in (self.gateway, self.engine):
+            assert not service.lines("Traceback", " ERROR "), service.log.read_text()
+
     # ---- as an operator and as tenants ------------------------------------------------------------------
 
     def create_tenant(self, tenant: str) -> str:

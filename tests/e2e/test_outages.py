@@ -52,6 +52,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield Scene(stack, stack.client(key))
     finally:
         stack.stop()
+    stack.assert_calm()
 
 
 class Reader:

@@ -65,6 +65,8 @@ def up(folder: Path, ports: Ports) -> Iterator[Up]:
             yield running
         finally:
             running.stack.stop()
+            for left in running.processes().values():  # only if the test has failed
+                os.kill(left, signal.SIGKILL)
 
 
 def ask(stack: LocalStack, key: str, model: str) -> str:
