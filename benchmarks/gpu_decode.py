@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_decode --out results.json
 
 Times the forward pass, logits and greedy sampling, eager and as a replayed CUDA graph, at a context of 576
-tokens. Beside each: the floor that its bytes (weights, keys and values, distinct adapters) set at the measured
-copy bandwidth.
+tokens. Beside each: the floor that its bytes (weights, keys and values, distinct adapters) set at the copy
+bandwidth of the device.
 """
 
 from __future__ import annotations
@@ -151,9 +151,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth:.2f} TB/s")
     bench = Bench(LLAMA_8B, max_rows=256, num_pages=64)
     report: dict = {"device": torch.cuda.get_device_name(), "copy_tb_s": bandwidth, "steps": []}
-    print(
-        f"{'adapters':>8} {'rows':>5} {'floor':>7} {'graph':>7} {'eager':>7}  ms a decode step at context {CONTEXT}"
-    )
+    print(f"a decode step at context {CONTEXT}, milliseconds")
+    print(f"{'adapters':>8} {'rows':>5} {'floor':>7} {'graph':>7} {'eager':>7}")
     for num_rows, num_adapters in CASES:
         floor = floor_ms(LLAMA_8B, num_rows, num_adapters, bandwidth)
         times = bench.measure(num_rows, num_adapters)

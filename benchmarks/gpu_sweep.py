@@ -32,7 +32,7 @@ from kernels import reference
 from kernels.gpu import lora
 from kernels.gpu.lora import ExpandConfig, ShrinkConfig
 from kernels.gpu.paged_attention import DecodeConfig, PrefillConfig, paged_attention
-from kernels.plans import LoraPool
+from kernels.plans import AttentionPlan, LoraPool
 
 Table = dict[str, dict[str, float]]
 
@@ -154,7 +154,9 @@ def sweep_decode(report: dict) -> None:
         qkv = torch.randn(batch, 6144, dtype=torch.bfloat16, device="cuda")
         made[name] = (qkv, plan, kv_caches(num_blocks, 4 if batch > 8 else NUM_LAYERS))
 
-    def work(qkv: torch.Tensor, plan, caches: list[torch.Tensor], config: DecodeConfig) -> None:
+    def work(
+        qkv: torch.Tensor, plan: AttentionPlan, caches: list[torch.Tensor], config: DecodeConfig
+    ) -> None:
         for k, v in caches:
             paged_attention(qkv, k, v, plan, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5, decode=config)
 
@@ -193,8 +195,12 @@ def sweep_prefill(report: dict) -> None:
     ]:  # fmt: skip
         config = PrefillConfig(block_m, block_n, warps, stages)
 
-        def work(qkv: torch.Tensor, plan, cache: torch.Tensor, config=config) -> None:
-            paged_attention(qkv, *cache, plan, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5, prefill=config)
+        def work(
+            qkv: torch.Tensor, plan: AttentionPlan, cache: torch.Tensor, config: PrefillConfig = config
+        ) -> None:
+            paged_attention(
+                qkv, cache[0], cache[1], plan, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5, prefill=config
+            )
 
         rows[str(config)] = {name: attempt(partial(work, *args)) for name, args in made.items()}
     report["prefill"] = rows

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from kernels.gpu.launch import dependent_launch, let_next_start, wait_for_inputs
+from kernels.gpu.launch import ceil_div, dependent_launch, kernel, let_next_start, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -18,13 +17,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if num_rows == 0:
         return out
     pdl = dependent_launch(gate_up)
-    _silu_mul[(num_rows, triton.cdiv(size, _BLOCK))](
+    _silu_mul[(num_rows, ceil_div(size, _BLOCK))](
         gate_up, out, SIZE=size, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
 
-@triton.jit
+@kernel
 def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import let_next_start, wait_for_inputs
+from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _attend(
     return maximum, total, acc
 
 
-@triton.jit
+@kernel
 def decode(
     qkv,
     k_cache,
@@ -126,7 +126,7 @@ def decode(
     wait_for_inputs(PDL)
 
 
-@triton.jit
+@kernel
 def join(
     parts,
     sums,
@@ -173,7 +173,7 @@ def _sequence_of(block, query_starts, num_seqs, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@kernel(do_not_specialize=["num_seqs"])
 def prefill(
     qkv,
     k_cache,

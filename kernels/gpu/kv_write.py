@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from kernels.gpu.launch import dependent_launch, let_next_start, wait_for_inputs
+from kernels.gpu.launch import ceil_div, dependent_launch, kernel, let_next_start, power_of_2, wait_for_inputs
 from kernels.plans import BLOCK_SIZE, AttentionPlan
 
 _HEADS = 16
@@ -24,7 +23,7 @@ def rope_write_kv(
     """See ``kernels.kv_write.rope_write_kv``."""
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     pdl = dependent_launch(qkv)
-    _rope_write_kv[(qkv.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
+    _rope_write_kv[(qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, _HEADS))](
         qkv,
         cos_sin,
         plan.positions,
@@ -35,7 +34,7 @@ def rope_write_kv(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HALF=power_of_2(head_dim // 2),
         KV_BLOCK=BLOCK_SIZE,
         HEADS=_HEADS,
         PDL=pdl,
@@ -44,7 +43,7 @@ def rope_write_kv(
     )
 
 
-@triton.jit
+@kernel
 def _rope_write_kv(
     qkv,
     cos_sin,

@@ -10,12 +10,28 @@ before the one ahead of it, and whatever comes next would take that one for fini
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit`` for what the host launches: untyped, since launch options are no parameters of it."""
+    return triton.jit(function, **options)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
 
 
 @cache

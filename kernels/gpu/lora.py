@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-import triton
 
 from kernels.gpu import lora_kernels
-from kernels.gpu.launch import dependent_launch, num_processors
+from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, make_tiles
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, LoraTiles
 
@@ -106,7 +105,7 @@ def lora_shrink(
         v.stride(0),
         v.stride(1),
         COLUMNS=columns,
-        BLOCK_COLUMNS=triton.next_power_of_2(columns),
+        BLOCK_COLUMNS=power_of_2(columns),
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
         HAS_MANY=plan.max_segment_rows > 2 * FEW_ROWS,
@@ -139,7 +138,7 @@ def lora_expand(
     config = config or expand_config(pool.splits[-1], len(pool.splits) - 1)
     shrink = shrink or shrink_config(shrunk.shape[3] * RANK_PAGE, pool.a.shape[3], plan.rows.shape[0])
     sizes = [end - start for start, end in pairwise(pool.splits)]
-    num_blocks = sum(triton.cdiv(size, config.block_n) for size in sizes)
+    num_blocks = sum(ceil_div(size, config.block_n) for size in sizes)
     offsets = (*pool.splits, *[pool.splits[-1]] * (4 - len(pool.splits)))
     pdl = dependent_launch(y)
     grid = min(tiles.tiles.shape[0] * num_blocks, num_processors(y) * config.per_processor)
@@ -160,7 +159,7 @@ def lora_expand(
         shrunk.stride(1),
         *offsets,
         MAX_PAGES=plan.segment_pages.shape[1],
-        RANK_ROWS=RANK_PAGE * triton.next_power_of_2(plan.segment_pages.shape[1]),
+        RANK_ROWS=RANK_PAGE * power_of_2(plan.segment_pages.shape[1]),
         PROJECTIONS=len(sizes),
         OUT=pool.splits[-1],
         FEW=FEW_ROWS,

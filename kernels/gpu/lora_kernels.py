@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import let_next_start, wait_for_inputs
+from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _shrink_unit(
     tl.store(v + (page_and_live // 16) * COLUMNS + offsets, acc, mask)
 
 
-@triton.jit(do_not_specialize=["fill"])
+@kernel(do_not_specialize=["fill"])
 def shrink(
     x,
     a,
@@ -253,7 +253,7 @@ def _expand_columns(
         _add_columns(high, low, b_block, y_pointers, y_block, y_mask)
 
 
-@triton.jit(do_not_specialize=["fill", "expand_fill"])
+@kernel(do_not_specialize=["fill", "expand_fill"])
 def expand(
     v,
     scales,

@@ -14,9 +14,9 @@ many of each are live.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from kernels.gpu.launch import ceil_div, kernel, power_of_2
 from kernels.plans import LoraPlan, LoraTiles
 
 FEW_ROWS = 16
@@ -37,7 +37,7 @@ def make_tiles(plan: LoraPlan) -> LoraTiles:
     tiles = torch.empty((max_tiles, 5), dtype=torch.int32, device=device)
     units = torch.empty((max_tiles * num_pages, 4), dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
-    _make_tiles[(max(2, triton.cdiv(plan.max_segment_rows, MANY_ROWS)),)](
+    _make_tiles[(max(2, ceil_div(plan.max_segment_rows, MANY_ROWS)),)](
         plan.segment_starts,
         plan.segment_pages,
         plan.segment_ranks,
@@ -48,14 +48,14 @@ def make_tiles(plan: LoraPlan) -> LoraTiles:
         MAX_PAGES=num_pages,
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        BLOCK=triton.next_power_of_2(num_segments),
+        BLOCK=power_of_2(num_segments),
     )
     # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,
     # which starts only when the list is written, makes that safe.
     return LoraTiles(tiles, units, counts.clone())
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@kernel(do_not_specialize=["num_segments"])
 def _make_tiles(
     segment_starts,
     segment_pages,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from kernels.gpu.launch import dependent_launch, let_next_start, wait_for_inputs
+from kernels.gpu.launch import dependent_launch, kernel, let_next_start, power_of_2, wait_for_inputs
 
 
 def rms_norm(
@@ -17,7 +16,7 @@ def rms_norm(
     out = torch.empty_like(x)
     if num_rows == 0:
         return out
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     pdl = dependent_launch(x)
     _rms_norm[(num_rows,)](
         x,
@@ -35,7 +34,7 @@ def rms_norm(
     return out
 
 
-@triton.jit
+@kernel
 def _rms_norm(
     x,
     weight,

@@ -14,10 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from kernels.gpu import attention_kernels
-from kernels.gpu.launch import dependent_launch, num_processors
+from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.plans import BLOCK_SIZE, AttentionPlan
 
 
@@ -77,10 +76,10 @@ def _decode(
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     num_seqs = plan.context_lens.shape[0]
     wanted = config.programs_per_processor * num_processors(qkv) // (num_seqs * num_kv_heads)
-    splits = max(1, min(config.max_splits, wanted, triton.cdiv(plan.max_context_len, config.block_n)))
-    splits = triton.next_power_of_2(splits + 1) // 2
+    splits = max(1, min(config.max_splits, wanted, ceil_div(plan.max_context_len, config.block_n)))
+    splits = power_of_2(splits + 1) // 2
     group = num_heads // num_kv_heads
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = power_of_2(head_dim)
     pdl = dependent_launch(qkv)
     parts = sums = out
     if splits > 1:
@@ -101,7 +100,7 @@ def _decode(
         plan.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=max(16, power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_N=config.block_n,
@@ -160,7 +159,7 @@ def _prefill(
         BLOCK_M=config.block_m,
         BLOCK_Q=block_q,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=power_of_2(head_dim),
         BLOCK_N=config.block_n,
         KV_BLOCK=BLOCK_SIZE,
         SKIP_SINGLE=num_seqs > 1,

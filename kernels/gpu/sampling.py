@@ -9,10 +9,9 @@ program, and a last small kernel joins the chunks.
 from __future__ import annotations
 
 import torch
-import triton
 
 from kernels.gpu import sampling_kernels
-from kernels.gpu.launch import dependent_launch
+from kernels.gpu.launch import ceil_div, dependent_launch, power_of_2
 from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
 
 _CHUNK = 4096
@@ -30,7 +29,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         return Sampled(tokens, finite)
     edited = logits if batch.edits is None else _edit(logits, batch.edits)
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
-    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    num_chunks = ceil_div(vocab_size, _CHUNK)
     best = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     best_tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
     flags = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
@@ -48,7 +47,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
             vocab_size,
             GREEDY_BELOW=GREEDY_BELOW,
             PASSES=_PASSES[edited.dtype],
-            BLOCK=min(8192, triton.next_power_of_2(vocab_size)),
+            BLOCK=min(8192, power_of_2(vocab_size)),
             num_warps=16,
             **launch,
         )
@@ -79,7 +78,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         tokens,
         finite,
         NUM_CHUNKS=num_chunks,
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=power_of_2(num_chunks),
         num_warps=1,
         **launch,
     )
@@ -95,7 +94,7 @@ def _edit(logits: torch.Tensor, edits: TokenEdits) -> torch.Tensor:
     if num_entries:
         block = 256
         pdl = dependent_launch(logits)
-        sampling_kernels.edit[(triton.cdiv(num_entries, block),)](
+        sampling_kernels.edit[(ceil_div(num_entries, block),)](
             edited,
             edits.rows,
             edits.tokens,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import let_next_start, wait_for_inputs
+from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
 
 
-@triton.jit
+@kernel
 def edit(
     logits,
     rows,
@@ -102,7 +102,7 @@ def _highest_key_with(
     return key
 
 
-@triton.jit
+@kernel
 def find_threshold(
     logits,
     temperatures,
@@ -181,7 +181,7 @@ def _gumbel(seed, position, token):
     return -tl.log(tl.where(v < 0.03125, series, -tl.log(1 - v)))
 
 
-@triton.jit
+@kernel
 def draw_chunk(
     logits,
     edited,
@@ -233,7 +233,7 @@ def draw_chunk(
     tl.store(flags + cell, flag)
 
 
-@triton.jit
+@kernel
 def join_chunks(
     best,
     best_tokens,
