@@ -11,11 +11,12 @@ import orjson
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, unavailable
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+STOPPING = "The server is stopping. Try again."
 
 
 def event(data: object) -> bytes:
@@ -27,7 +28,8 @@ class EventStream(Response):
     """A streamed answer. `on_disconnect` is called once if the client goes first; `events` must end soon
     after that.
 
-    An ApiError that `events` raises becomes an error event, since the status has long been sent.
+    An ApiError that `events` raises becomes an error event, since the status has long been sent. So does the
+    cancellation of the request's task, which is how the server ends what outlasts its time to stop.
     """
 
     media_type = "text/event-stream"
@@ -55,6 +57,8 @@ class EventStream(Response):
             except ApiError as error:
                 logger.info("a stream ended with an error: %s", error.message)
                 last = event(error.body()) + DONE
+            except asyncio.CancelledError:
+                last = event(unavailable(STOPPING).body()) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -4,14 +4,16 @@ chunks.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 import orjson
 from fastapi import Request, Response
 
+from gateway.errors import unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
-from gateway.sse import DisconnectWatch, EventStream
+from gateway.sse import STOPPING, DisconnectWatch, EventStream
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import ModelInfo
 
@@ -50,11 +52,14 @@ async def answer(
     """Runs a generation to its end, or until the client goes. Raises ApiError for what fails before the first
     token.
     """
-    if not stream:
-        return await _answer_whole(request, generation, form, choices)
-    events = _events(generation, form, include_usage)
-    async with DisconnectWatch(request.receive, generation.close):
-        first = await anext(events)
+    try:
+        if not stream:
+            return await _answer_whole(request, generation, form, choices)
+        events = _events(generation, form, include_usage)
+        async with DisconnectWatch(request.receive, generation.close):
+            first = await anext(events)
+    except asyncio.CancelledError:  # see EventStream
+        raise unavailable(STOPPING) from None
     return EventStream(first, events, on_disconnect=generation.close)
 
 
