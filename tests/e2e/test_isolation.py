@@ -26,7 +26,7 @@ async def answer(client: AsyncOpenAI, model: str, question: str) -> str:
         model=model,
         messages=[{"role": "user", "content": question}],
         temperature=0,
-        max_tokens=24,
+        max_tokens=20,
         stream=True,
     )
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])

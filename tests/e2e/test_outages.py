@@ -19,7 +19,7 @@ PROMPT = "One day a small boat"
 GREEDY: dict[str, Any] = {"model": "pirate", "prompt": PROMPT, "temperature": 0}
 SEEDED: dict[str, Any] = {"model": BASE, "prompt": PROMPT, "temperature": 0.8, "seed": 11}
 KINDS = (GREEDY, SEEDED)
-TOKENS = 96
+TOKENS = 80
 
 
 @dataclass(frozen=True)

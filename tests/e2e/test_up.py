@@ -137,6 +137,18 @@ def test_it_mends_itself_and_ends_with_ctrl_c(tmp_path: Path) -> None:
         running.assert_left_nothing()
 
 
+def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        starting = Up(tmp_path, free_ports(), monkeypatch)
+    process = starting.stack.process
+    wait_until(lambda: "engine" in starting.processes(), "the engine has been launched", START_S)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 0
+    starting.stack.stop()
+    assert list(starting.stack.lines)[-2:] == ["stopping", "stopped"]
+    assert starting.processes() == {}
+
+
 def test_killed_it_leaves_no_child_and_starts_again_where_it_was(tmp_path: Path) -> None:
     ports = free_ports()
     with up(tmp_path, ports) as running:
