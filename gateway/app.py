@@ -8,12 +8,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.api import adapters, admin, chat, completions, health, models
-from gateway.body_limit import BodyLimit
+from gateway.bodies import BodyLimit
 from gateway.errors import install_error_handling
 from gateway.services import Services, open_services
 from gateway.settings import GatewaySettings
 
 ServicesFactory = Callable[[GatewaySettings], AbstractAsyncContextManager[Services]]
+
+# Their bodies may be large, and are read once the caller is known.
+_READ_BY_HANDLERS = frozenset({"/v1/adapters", "/v1/chat/completions", "/v1/completions"})
 
 
 def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = open_services) -> FastAPI:
@@ -26,7 +29,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
             yield
 
     app = FastAPI(title="Loraplex", lifespan=lifespan, redoc_url=None)
-    app.add_middleware(BodyLimit, exempt={"/v1/adapters"})
+    app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS)
     install_error_handling(app)
     for module in (chat, completions, models, adapters, admin, health):
         app.include_router(module.router)

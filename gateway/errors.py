@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,11 @@ _TYPE_OF_STATUS = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_LONGEST_PARAM = 256
+# What pydantic inserts into a location for the member of a union that it tried.
+_UNION_MEMBER = re.compile(r"(?:str|int|float|bool|none|constrained-\w+|list|dict)(?:\[.*\])?")
+# A body that is no object, or none; as FastAPI and as pydantic say it.
+_NO_OBJECT = frozenset({"missing", "model_attributes_type", "model_type"})
 _INTERNAL_MESSAGE = (
     "The server had an error while processing your request. Its request id is in the header x-request-id."
 )
@@ -124,7 +130,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logger.exception("request %s (%s %s) failed", request_id, scope["method"], scope["path"])
+            logger.exception("request %s (%s %r) failed", request_id, scope["method"], scope["path"])
             if not started:
                 error = ApiError(500, _INTERNAL_MESSAGE, type="server_error", code="internal_error")
                 await error_response(error)(scope, receive, send_with_id)
@@ -157,7 +163,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 async def _on_validation_error(_: Request, error: Exception) -> Response:
     """A body or parameter that pydantic refuses. Only the first fault is told, as OpenAI does."""
     assert isinstance(error, RequestValidationError)
-    return error_response(validation_error(error.errors()))
+    # FastAPI begins each location with where the value was: "body", "path".
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+    return error_response(validation_error(faults))
 
 
 def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -168,8 +176,10 @@ def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
         return invalid_request("The request's body is not valid JSON.", code="invalid_json")
     if fault["type"] == "extra_forbidden":
         return invalid_request(f"Unrecognized request argument supplied: {param}", param=param)
-    if fault["type"] == "missing" and param is None:
-        return invalid_request("The request has no JSON body with 'Content-Type: application/json'.")
+    if param is None and fault["type"] in _NO_OBJECT:
+        return invalid_request(
+            "The request's body must be a JSON object, sent with 'Content-Type: application/json'."
+        )
     if fault["type"] == "missing":
         return invalid_request(
             f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
@@ -194,15 +204,11 @@ def _rank(fault: Mapping[str, Any]) -> tuple[bool, bool, int]:
 
 
 def _param_of(location: Sequence[str | int]) -> str | None:
-    """Turns `("body", "messages", 0, "content", "str")` into `messages[0].content`."""
+    """Turns `("messages", 0, "content", "list[TextPart]", 1, "text")` into `messages[0].content[1].text`."""
     path = ""
-    for part in location[1:]:
+    for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in _TYPE_NAMES:
+        elif _UNION_MEMBER.fullmatch(part) is None:
             path += f".{part}" if path else part
-    return path or None
-
-
-# What pydantic inserts into a location for the member of a union that it tried.
-_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "dict", "list", "none"})
+    return path[:_LONGEST_PARAM] or None

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from gateway.api.answer import answer, fingerprint, finish_reason_of, finite, token_text, tokens_of
 from gateway.auth import Principal, require
+from gateway.bodies import read_json
 from gateway.generation import Generation, Piece, TokenInfo, Usage
 from gateway.prompts import chat_prompt
 from gateway.schemas.chat import ChatRequest
@@ -25,10 +26,11 @@ router = APIRouter(tags=["inference"])
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(
-    body: ChatRequest, request: Request, caller: Annotated[Principal, Depends(require("inference"))]
+    request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> Response:
     """Continues a conversation by one message, in `n` versions."""
     services: Services = request.app.state.services
+    body = await read_json(request, ChatRequest)
     model = await services.models.resolve(body.model, caller)
     tokenizer = services.tokenizers.get(model.info.digest)
     prompt = await chat_prompt(body, tokenizer, model.info)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from gateway.api.answer import answer, fingerprint, finish_reason_of, finite, token_text, tokens_of
 from gateway.auth import Principal, require
+from gateway.bodies import read_json
 from gateway.generation import Generation, Piece, TokenInfo, Usage
 from gateway.prompts import completion_prompts
 from gateway.schemas.completion import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -24,10 +25,11 @@ router = APIRouter(tags=["inference"])
 
 @router.post("/v1/completions")
 async def create_completion(
-    body: CompletionRequest, request: Request, caller: Annotated[Principal, Depends(require("inference"))]
+    request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> Response:
     """Continues each prompt, in `n` versions: choice i belongs to prompt i // n."""
     services: Services = request.app.state.services
+    body = await read_json(request, CompletionRequest)
     model = await services.models.resolve(body.model, caller)
     tokenizer = services.tokenizers.get(model.info.digest)
     prompts = await completion_prompts(body, tokenizer, model.info)

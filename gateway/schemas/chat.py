@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gateway.schemas.generation import MAX_TOP_LOGPROBS, GenerationFields, StrictModel, Unsupported, fault
+from gateway.schemas.generation import (
+    MAX_TOP_LOGPROBS,
+    GenerationFields,
+    StrictModel,
+    Unsupported,
+    at_most,
+    fault,
+)
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
 
 
 class TextPart(StrictModel):
@@ -20,7 +30,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[str | list[TextPart], at_most(MAX_PARTS)]
     name: str | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
@@ -45,7 +55,7 @@ class ResponseFormat(StrictModel):
 class ChatRequest(GenerationFields):
     """A conversation to be continued by one message."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], at_most(MAX_MESSAGES), Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -56,7 +66,7 @@ class ChatRequest(GenerationFields):
     # Accepted, since they do not change the answer.
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, at_most(1)] = None
     parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto"] | None = None
     safety_identifier: str | None = None

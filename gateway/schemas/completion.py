@@ -17,18 +17,15 @@ from gateway.schemas.generation import (
 
 DEFAULT_MAX_TOKENS = 16
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+# The first bad entry is enough: of millions, each would be a fault.
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+_Several = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 
 
 class CompletionRequest(GenerationFields):
     """One or more prompts, as text or as token ids, to be continued."""
 
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
-    )
+    prompt: str | Tokens | Annotated[list[str], _Several] | Annotated[list[Tokens], _Several]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = None
     suffix: Unsupported = None

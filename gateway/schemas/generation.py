@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+_MAX_FIELDS = 128
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -38,6 +39,21 @@ Unsupported = Annotated[None, BeforeValidator(_refuse)]
 """A field that is known, and accepted only when it asks for nothing."""
 
 
+def _check_count(value: Any, most: int) -> Any:
+    if isinstance(value, list | dict) and len(value) > most:
+        raise PydanticCustomError("too_many", "it may have at most {most} entries", {"most": most})
+    return value
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Returns the bound for a list or an object, which is checked before its entries are.
+
+    pydantic's own bounds come after, and it makes a fault of each bad entry: a body of millions would hold up
+    every other request for seconds.
+    """
+    return BeforeValidator(lambda value: _check_count(value, count))
+
+
 def fault(field: str, reason: str) -> PydanticCustomError:
     """Returns the error to raise in a model's validator when `field` does not fit the others."""
     return PydanticCustomError("field_conflict", "{reason}", {"field": field, "reason": reason})
@@ -47,6 +63,11 @@ class StrictModel(BaseModel):
     """A body, or a part of one, that takes no unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        return _check_count(value, _MAX_FIELDS)
 
 
 class StreamOptions(StrictModel):
@@ -63,7 +84,7 @@ class GenerationFields(StrictModel):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: Annotated[StopString | list[StopString] | None, at_most(MAX_STOPS)] = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -74,19 +95,17 @@ class GenerationFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, float] | None, at_most(1024)] = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    stop_token_ids: Annotated[list[TokenId] | None, at_most(64)] = None
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Narrows who shares cached prefixes."
     )
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(64)] = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationFields:
-        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
-            raise fault("stop", f"at most {MAX_STOPS} stop strings are allowed")
         if self.stream_options is not None and not self.stream:
             raise fault("stream_options", "it needs 'stream': true")
         for token, value in (self.logit_bias or {}).items():

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 
+from gateway.bodies import MAX_BODY_BYTES, MAX_UNKNOWN_BYTES
+from gateway.errors import validation_error
+from gateway.schemas.chat import ChatRequest
+from gateway.schemas.completion import CompletionRequest
 from gateway.tenants import PrefixSharing
 from tests.gateway.fake_engine import EOS, FAILING_DIGEST, MODEL, FakeEngine, expected_text, make_tokenizer
 from tests.gateway.local_stack import LocalStack, wait_until
@@ -393,11 +399,71 @@ def test_bodies_that_are_no_request(local_stack: LocalStack, key: str, content: 
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_body_that_is_too_large_is_refused_without_a_key_and_without_being_kept(
-    local_stack: LocalStack,
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_body_is_read_for_a_known_caller_only_and_up_to_a_bound(
+    local_stack: LocalStack, key: str, path: str
 ) -> None:
-    answer = httpx.post(f"{local_stack.url}{CHAT}", content=b" " * (17 << 20))
+    body = b" " * (MAX_BODY_BYTES + 1)
+    assert httpx.post(f"{local_stack.url}{path}", content=body).status_code == 401
+    answer = httpx.post(f"{local_stack.url}{path}", content=body, headers={"authorization": f"Bearer {key}"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+    answer = httpx.post(f"{local_stack.url}/admin/tenants", content=b" " * (MAX_UNKNOWN_BYTES + 1))
+    assert answer.status_code == 413, "FastAPI reads this one before it asks for the key"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {f"f{index}": 1 for index in range(700_000)}, None),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 220_000}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{}] * 2_000_000}]}, "messages[0].content"),
+        (CHAT, {"metadata": {str(index): 1 for index in range(600_000)}}, "metadata"),
+        (CHAT, {"logit_bias": {str(index): "" for index in range(600_000)}}, "logit_bias"),
+        (CHAT, {"stop": [1] * 2_000_000}, "stop"),
+        (CHAT, {"stop_token_ids": ["a"] * 1_000_000}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": ["a"] * 1_000_000}, "prompt"),
+        ("/v1/completions", {"prompt": [[]] * 2_000_000}, "prompt"),
+    ],
+)
+def test_a_body_of_very_many_faults_does_not_hold_up_the_others(
+    path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    kind = ChatRequest if path == CHAT else CompletionRequest
+    value = (
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"model": MODEL}
+    )
+    began = time.process_time()
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(value | fields)
+    fault = validation_error(caught.value.errors(include_url=False, include_input=False))
+    assert time.process_time() - began < 0.5, "some milliseconds are normal"
+    assert fault.status == 400 and (fault.param or "").startswith(param or "")
+
+
+def test_a_body_without_a_content_type_is_read_all_the_same(local_stack: LocalStack, key: str) -> None:
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 2}).encode()
+    answer = httpx.post(f"{local_stack.url}{CHAT}", content=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"messages":[{"role":"user","content":"\\ud800"}]',
+        b'"messages":[{"role":"user","content":"a"}],"logit_bias":{"\\ud800":1}',
+        b'"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"x":"\\udfff"}',
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text(local_stack: LocalStack, key: str, fields: bytes) -> None:
+    body = b'{"model":"%b",%b}' % (MODEL.encode(), fields)
+    answer = httpx.post(f"{local_stack.url}{CHAT}", content=body, headers={"authorization": f"Bearer {key}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_an_unknown_field_is_named_whatever_its_name(local_stack: LocalStack, key: str) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "best-of": 2}
+    answer = httpx.post(f"{local_stack.url}{CHAT}", json=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.json()["error"]["message"] == "Unrecognized request argument supplied: best-of"
 
 
 def test_unknown_routes_and_methods_have_the_error_shape(local_stack: LocalStack) -> None:
