@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -87,12 +88,15 @@ class WindowDecoder:
 class StopMatcher:
     """Finds the first stop string in a text that comes in pieces; of several, the one that is complete first.
 
-    Holds back only the longest end of the text that may still become a stop string.
+    Holds back only the longest end of the text that may still become a stop string. A character costs the
+    same whatever came before it (Knuth, Morris and Pratt 1977), since clients choose both stop strings and
+    text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops` are non-empty strings."""
         self._stops = stops
+        self._begun = [0] * len(stops)  # characters of each stop string that the text ends with
         self._held = ""
         self.matched: str | None = None
 
@@ -103,12 +107,17 @@ class StopMatcher:
         may be fed after that.
         """
         text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found: list[tuple[int, int, str]] = []
+        for index, stop in enumerate(self._stops):
+            self._begun[index], read = _advance(stop, self._begun[index], piece)
+            if self._begun[index] == len(stop):
+                end = len(self._held) + read
+                found.append((end, end - len(stop), stop))
         if found:
             _, at, self.matched = min(found)
             self._held = ""
             return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max(self._begun, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -118,12 +127,33 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def _advance(stop: str, begun: int, piece: str) -> tuple[int, int]:
+    """Reads on until `stop` is complete or `piece` ends. Returns how much of `stop` the text then ends with,
+    and how much was read.
+    """
+    if not begun and stop[0] not in piece:
+        return 0, len(piece)
+    borders = _borders(stop)
+    for read, char in enumerate(piece, 1):
+        while begun and stop[begun] != char:
+            begun = borders[begun - 1]
+        begun += stop[begun] == char
+        if begun == len(stop):
+            return begun, read
+    return begun, len(piece)
+
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> Sequence[int]:
+    """Returns for each beginning of `stop` the length of its longest proper beginning that is also its end."""
+    borders = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = borders[length - 1]
+        length += stop[index] == stop[length]
+        borders[index] = length
+    return borders
 
 
 class TextStream:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -143,6 +145,16 @@ def test_only_what_may_become_a_stop_string_is_held_back(pieces: list[str], stop
             return
         held = seen[len(emitted) :]
         assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_no_stop_string_makes_a_character_costly() -> None:
+    """The text goes on being the beginning of one, and nearly of all others, which are as long as allowed."""
+    matcher = StopMatcher(["a" * 1023 + "z"] + ["b" + "a" * 1022 + str(index) for index in range(15)])
+    matcher.feed("a" * 1022)
+    began = time.process_time()
+    for _ in range(1000):
+        matcher.feed("a")
+    assert time.process_time() - began < 0.3, "20 ms are normal; looking for each beginning took 1.5 s"
 
 
 def test_text_before_a_stop_over_three_tokens_is_exact() -> None:
