@@ -145,7 +145,7 @@ def _advance(stop: str, begun: int, piece: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> Sequence[int]:
-    """Returns for each beginning of `stop` the length of its longest proper beginning that is also its end."""
+    """Returns for each beginning of `stop` how long its longest proper beginning is that is its end, too."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import grpc
@@ -17,7 +17,7 @@ from gateway import routing
 from gateway.engine_link import EngineLink
 from gateway.engine_stream import EngineStream
 from gateway.tokenizer import Tokenizers
-from protos.engine_pb2 import LoadAdapterRequest, ModelInfo, Submit, UnloadAdapterRequest
+from protos.engine_pb2 import ModelInfo, Submit, UnloadAdapterRequest
 from protos.engine_pb2_grpc import EngineStub
 
 logger = logging.getLogger(__name__)
@@ -56,16 +56,11 @@ class EngineFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def model_info(self, name: str | None = None) -> ModelInfo | None:
-        """Returns the model of this name, or the first one seen; None when no engine showed it yet.
-
-        A model stays known while its engines are away.
-        """
-        if name is None:
-            return next(iter(self._models.values()), None)
-        return self._models.get(name)
+        """Returns the model of this name, or the first of `models`; None when there is none."""
+        return next(iter(self._models.values()), None) if name is None else self._models.get(name)
 
     def models(self) -> list[ModelInfo]:
-        """Returns every model that an engine showed."""
+        """Returns the models of the linked engines; they stay known until engines of others come."""
         return list(self._models.values())
 
     def ready_engines(self) -> int:
@@ -86,17 +81,17 @@ class EngineFleet:
             submits, model_digest=model_digest, placer=self, resume_timeout_s=self._resume_timeout_s
         )
 
-    async def load(self, digest: bytes) -> None:
-        """Asks the engine that would serve this adapter to load it. An engine that cannot is only logged."""
-        info = self.model_info()
-        if info is not None and (link := self.choose(Submit(adapter_digest=digest), info.digest, set())):
-            await self._ask([link], lambda stub: stub.LoadAdapter(LoadAdapterRequest(digest=digest)))
-
     async def unload(self, digest: bytes) -> None:
         """Asks every engine to forget an adapter. An engine that cannot is only logged."""
-        await self._ask(
-            list(self._links.values()), lambda stub: stub.UnloadAdapter(UnloadAdapterRequest(digest=digest))
-        )
+
+        async def ask(link: EngineLink, stub: EngineStub) -> None:
+            try:
+                await stub.UnloadAdapter(UnloadAdapterRequest(digest=digest), timeout=_ADAPTER_CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("engine %s: %s", link.engine_id, error.details())
+
+        links = list(self._links.values())
+        await asyncio.gather(*(ask(link, stub) for link in links if (stub := link.stub) is not None))
 
     # ---- placing --------------------------------------------------------------------------------------
 
@@ -132,9 +127,9 @@ class EngineFleet:
             async with asyncio.timeout(timeout_s):
                 await self._change.wait()
 
-    def _on_link_change(self, link: EngineLink) -> None:
-        if link.ready and link.info:
-            self._models[link.info.name] = link.info
+    def _on_link_change(self) -> None:
+        models = {link.info.name: link.info for link in self._links.values() if link.info}
+        self._models = models or self._models
         self._change.set()
         self._change = asyncio.Event()
 
@@ -178,16 +173,3 @@ class EngineFleet:
         task = self._tasks.pop(engine_id)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-    async def _ask(
-        self, links: Sequence[EngineLink], call: Callable[[EngineStub], Awaitable[object]]
-    ) -> None:
-        async def ask(link: EngineLink, stub: EngineStub) -> None:
-            try:
-                async with asyncio.timeout(_ADAPTER_CALL_TIMEOUT_S):
-                    await call(stub)
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer in time"
-                logger.warning("engine %s: %s", link.engine_id, reason)
-
-        await asyncio.gather(*(ask(link, stub) for link in links if (stub := link.stub) is not None))

@@ -89,7 +89,7 @@ class EngineLink:
     """
 
     def __init__(
-        self, engine_id: str, address: str, tokenizers: Tokenizers, on_change: Callable[[EngineLink], None]
+        self, engine_id: str, address: str, tokenizers: Tokenizers, on_change: Callable[[], None]
     ) -> None:
         """`on_change` is called after each change of `state`."""
         self.engine_id = engine_id
@@ -145,8 +145,11 @@ class EngineLink:
                     reason = "the engine closed the stream"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
-                except ValueError as error:
-                    reason = str(error)
+                except Exception as error:
+                    # Tokenizer files that cannot be used, or a message against the contract. The link must
+                    # outlive whatever an engine sends.
+                    reason = f"{type(error).__name__}: {error}"
+                    logger.debug("engine %s", self.engine_id, exc_info=True)
                 if self.ready:
                     backoff_s = _MIN_BACKOFF_S
                 self._lose(reason)
@@ -170,9 +173,8 @@ class EngineLink:
                 async for message in stream:
                     self._deliver(message)
             finally:
-                outbox.put_nowait(
-                    None
-                )  # gRPC leaves the task that reads `_outgoing` behind when a stream breaks
+                # gRPC leaves the task that reads `_outgoing` behind when a stream breaks.
+                outbox.put_nowait(None)
 
     @staticmethod
     async def _outgoing(outbox: asyncio.Queue[LinkRequest | None]) -> AsyncIterator[LinkRequest]:
@@ -228,7 +230,7 @@ class EngineLink:
             logger.info("linked to engine %s at %s", self.engine_id, self.address)
         changed, self.state = self.state is not state, state
         if changed:
-            self._on_change(self)
+            self._on_change()
 
 
 async def _fetch_tokenizer(stub: EngineStub) -> dict[str, bytes]:

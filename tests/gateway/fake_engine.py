@@ -84,18 +84,21 @@ def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
 
 @dataclass
 class FakeEngine(EngineServicer):
-    """`submits` and `aborts` keep all that was received; set `refusing` or `draining` to change how it
-    answers.
+    """`submits` and `aborts` keep all that was received.
+
+    While `refusing`, it takes nothing; when set to be `garbled`, its next message breaks the contract.
     """
 
     engine_id: str
     redis_url: str | None = None
     step_s: float = 0.001
     max_model_len: int = 2048
+    model: str = MODEL
     digest: bytes = b"\x11" * 32
     residency: dict[str, str] = field(default_factory=dict)
     port: int = 0
     refusing: bool = False
+    garbled: bool = False
     submits: list[pb.Submit] = field(default_factory=list)
     aborts: list[pb.Abort] = field(default_factory=list)
     running: dict[tuple[int, int], Choice] = field(default_factory=dict)
@@ -119,7 +122,7 @@ class FakeEngine(EngineServicer):
             leases = EngineLeases(redis)
             while True:
                 lease = EngineLease(
-                    self.engine_id, f"127.0.0.1:{self.port}", MODEL, self.digest, self.max_model_len,
+                    self.engine_id, f"127.0.0.1:{self.port}", self.model, self.digest, self.max_model_len,
                     residency=self.residency, running=len(self.running),
                 )  # fmt: skip
                 with contextlib.suppress(RedisError, OSError):
@@ -130,7 +133,7 @@ class FakeEngine(EngineServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: object) -> pb.ModelInfo:
         return pb.ModelInfo(
-            name=MODEL, digest=self.digest, architecture="LlamaForCausalLM", vocab_size=VOCAB_SIZE,
+            name=self.model, digest=self.digest, architecture="LlamaForCausalLM", vocab_size=VOCAB_SIZE,
             max_model_len=self.max_model_len, num_layers=2, eos_token_ids=[EOS], max_lora_rank=64,
             modules=[pb.LinearModule(name="q_proj", in_features=8, out_features=8)],
         )  # fmt: skip
@@ -164,6 +167,12 @@ class FakeEngine(EngineServicer):
                 due = max(due + self.step_s, time.monotonic() - 1)
                 await asyncio.sleep(max(0, due - time.monotonic()))
                 message = self._step(choices)
+                if self.garbled and message.tokens:
+                    self.garbled = False
+                    message.logprobs.add()  # for some of the tokens only
+                    message.tokens.append(0)
+                    message.request_ids.append(message.request_ids[0])
+                    message.choices.append(message.choices[0])
                 if message.tokens or message.finished:
                     yield message
         finally:

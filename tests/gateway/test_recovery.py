@@ -177,6 +177,34 @@ def test_when_all_engines_refuse_the_client_is_told_to_retry(two_engines: LocalS
         assert "retry-after" in caught.value.response.headers
 
 
+def test_an_engine_that_breaks_the_contract_is_linked_anew(local_stack: LocalStack) -> None:
+    client = local_stack.client(local_stack.add_tenant("acme"))
+    (engine,) = local_stack.engines
+    engine.garbled = True
+    answer = client.completions.create(model=MODEL, prompt="x", max_tokens=20, extra_body=FOREVER)
+    assert answer.usage is not None and answer.usage.completion_tokens == 20
+    assert len(engine.submits) == 2
+
+
+def test_the_base_model_is_the_one_that_the_engines_have_now(bare_stack: LocalStack, valkey_url: str) -> None:
+    client = bare_stack.client(bare_stack.add_tenant("acme"))
+    bare_stack.add_adapter("acme", "sql", b"\xa1" * 32)
+    before = FakeEngine("engine-1", valkey_url, model="before")
+    bare_stack.call(before.start())
+    bare_stack.wait_ready()
+    bare_stack.call(before.stop())
+    assert [model.id for model in client.models.list()] == ["before", "sql"], "known while it is away"
+    after = FakeEngine("engine-2", valkey_url, model="after", digest=b"\x22" * 32)
+    bare_stack.call(after.start())
+    try:
+        wait_until(lambda: client.models.list().data[0].id == "after", "the old engine's lease is gone")
+        assert client.completions.create(model="sql", prompt="x", max_tokens=1).model == "sql@1"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="before", prompt="x")
+    finally:
+        bare_stack.call(after.stop())
+
+
 # ---- clients that go --------------------------------------------------------------------------------------
 
 
