@@ -27,7 +27,7 @@ test: $(READY) ## run every test that needs no GPU
 	$(BIN)/pytest -m "not gpu"
 
 test-gpu: ## run the GPU tests with the current python3, which must hold torch with CUDA
-	$(PYTHON) -m pytest -m gpu -v tests/gpu
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini -v tests/gpu
 
 lint: $(READY) imports ## ruff, and who may import whom
 	$(BIN)/ruff check .

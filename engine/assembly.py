@@ -50,8 +50,15 @@ def assemble(settings: EngineSettings) -> Core:
     )
     memory = _plan_memory(settings, model, limits)
     store = BlobStore(settings.store)
-    runner = Runner(model, num_blocks=memory.num_blocks, num_rank_pages=memory.num_rank_pages)
+    runner = Runner(
+        model,
+        num_blocks=memory.num_blocks,
+        num_rank_pages=memory.num_rank_pages,
+        max_lora_rank=settings.max_lora_rank,
+    )
     runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
+    if model.device.type == "cuda" and not settings.enforce_eager:
+        runner.capture_graphs(max_num_seqs=limits.max_num_seqs)
 
     def read(digest: bytes) -> HostAdapter:
         return read_adapter(store.path(digest), model.config, model.dtype, pin=device == "cuda")

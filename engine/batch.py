@@ -12,8 +12,12 @@ from engine.step import StepAdapter, StepRow
 from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan
 
 
-def build_forward_batch(rows: Sequence[StepRow], device: torch.device) -> ForwardBatch:
+def build_forward_batch(
+    rows: Sequence[StepRow], device: torch.device, *, min_page_columns: int = 0
+) -> ForwardBatch:
     """Lay out a step's rows as one flat batch of tokens, in their order.
+
+    ``min_page_columns`` widens the table of rank pages, since kernels may be compiled for its width.
 
     ::
 
@@ -31,7 +35,7 @@ def build_forward_batch(rows: Sequence[StepRow], device: torch.device) -> Forwar
     return ForwardBatch(
         tokens=_tensor(np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]), device),
         attention=_attention_plan(rows, starts, owners, positions, first_positions + lengths, device),
-        lora=_lora_plan(rows, starts, device),
+        lora=_lora_plan(rows, starts, device, min_page_columns),
         output_rows=_tensor(starts[1:][sampled] - 1, device),
     )
 
@@ -58,7 +62,9 @@ def _attention_plan(
     )
 
 
-def _lora_plan(rows: Sequence[StepRow], starts: np.ndarray, device: torch.device) -> LoraPlan:
+def _lora_plan(
+    rows: Sequence[StepRow], starts: np.ndarray, device: torch.device, min_page_columns: int
+) -> LoraPlan:
     """Group the tokens that an adapter applies to by adapter, in order of first appearance."""
     adapters: dict[int, StepAdapter] = {}
     groups: dict[int, list[np.ndarray]] = {}
@@ -76,7 +82,9 @@ def _lora_plan(rows: Sequence[StepRow], starts: np.ndarray, device: torch.device
     return LoraPlan(
         rows=_tensor(flat, device),
         segment_starts=_tensor(segment_starts, device),
-        segment_pages=_tensor(_padded([adapter.pages for adapter in adapters.values()]), device),
+        segment_pages=_tensor(
+            _padded([adapter.pages for adapter in adapters.values()], min_page_columns), device
+        ),
         segment_ranks=_tensor(np.array([adapter.rank for adapter in adapters.values()], np.int32), device),
         num_rows=len(flat),
         num_segments=len(segments),
@@ -84,9 +92,9 @@ def _lora_plan(rows: Sequence[StepRow], starts: np.ndarray, device: torch.device
     )
 
 
-def _padded(lists: Sequence[Sequence[int]]) -> np.ndarray:
-    """int32 [len(lists), longest], -1 beyond the end of each."""
-    table = np.full((len(lists), max((len(ids) for ids in lists), default=0)), -1, np.int32)
+def _padded(lists: Sequence[Sequence[int]], min_width: int = 0) -> np.ndarray:
+    """int32 [len(lists), longest or more], -1 beyond the end of each."""
+    table = np.full((len(lists), max(min_width, *(len(ids) for ids in lists), 0)), -1, np.int32)
     for i, ids in enumerate(lists):
         table[i, : len(ids)] = ids
     return table

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import build_forward_batch
+from engine.graphs import DecodeGraphs
 from engine.kv_cache import KVCache
-from engine.model.adapter_weights import HostAdapter
+from engine.model.adapter_weights import HostAdapter, pages_of_rank
+from engine.model.llama import ForwardBatch
 from engine.model.loading import LoadedModel
 from engine.model.lora_pool import RankPagePool
 from engine.sampler import draw
@@ -23,12 +25,20 @@ class Runner:
     comes with each plan. Not thread-safe: the loop's thread calls it.
 
     Args:
+        max_lora_rank: the widest adapter that compiled kernels are made ready for; a step with a wider one
+            works, but the first waits for their compilation.
         num_threads: CPU threads of torch and of the kernels; None leaves torch's own choice. It is a
             setting of the process.
     """
 
     def __init__(
-        self, model: LoadedModel, *, num_blocks: int, num_rank_pages: int, num_threads: int | None = None
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        num_rank_pages: int,
+        max_lora_rank: int = RANK_PAGE,
+        num_threads: int | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -37,6 +47,8 @@ class Runner:
         self._num_blocks = num_blocks
         self._has_pages = num_rank_pages > 0
         self._device = model.device
+        self._max_pages = min(num_rank_pages, pages_of_rank(max_lora_rank))
+        self._graphs: DecodeGraphs | None = None
         self._cache = KVCache(model.config, num_blocks, model.dtype, model.device)
         self._adapters = RankPagePool(model.config, num_rank_pages, model.dtype, model.device)
 
@@ -53,6 +65,24 @@ class Runner:
         decode = StepRow(0, [0], 0, (0,), adapter, sampling=SamplingParams(temperature=1.0))
         self.execute(StepPlan((prefill,)))
         self.execute(StepPlan((decode,) * max_num_seqs))
+        if self._device.type == "cuda":
+            # Kernels are compiled by need there: of attention for mixed steps, and of all that sampling has.
+            every = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=1)
+            chunk = StepRow(0, [0, 0], 0, (0,), adapter, sampling=every)
+            self.execute(StepPlan((decode, chunk)))
+
+    def capture_graphs(self, *, max_num_seqs: int) -> None:
+        """Capture decode steps of up to ``max_num_seqs`` rows as CUDA graphs, and run them so from now on.
+
+        Takes device memory, for good. Call it after `warm_up`.
+        """
+        self._graphs = DecodeGraphs(
+            self._forward,
+            max_num_seqs=max_num_seqs,
+            max_context_len=self._max_model_len,
+            max_pages=self._max_pages,
+            device=self._device,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -61,8 +91,10 @@ class Runner:
         Writes the rows' own slots of the KV cache, and nothing else that outlives the call.
         """
         self._cache.copy_blocks(plan.block_copies)
-        batch = build_forward_batch(plan.rows, self._device)
-        hidden = self._network.forward(batch, self._cache, self._adapters)
+        if self._graphs is not None and self._graphs.can_run(plan.rows):
+            hidden = self._graphs.run(plan.rows)
+        else:
+            hidden = self._forward(self._build_batch(plan.rows))
         if len(hidden) == 0:
             return StepResult()
         return draw(self._network.logits(hidden), plan.rows)
@@ -71,3 +103,10 @@ class Runner:
     def write_adapter(self, pages: Sequence[int], adapter: HostAdapter) -> None:
         """Put an adapter into rank pages that no running sequence references, between two steps."""
         self._adapters.write(pages, adapter)
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._network.forward(batch, self._cache, self._adapters)
+
+    def _build_batch(self, rows: Sequence[StepRow]) -> ForwardBatch:
+        columns = self._max_pages if self._device.type == "cuda" else 0
+        return build_forward_batch(rows, self._device, min_page_columns=columns)

@@ -58,7 +58,7 @@ def _attend(
     return maximum, total, acc
 
 
-@kernel
+@kernel(do_not_specialize=["table_stride"])
 def decode(
     qkv,
     k_cache,
@@ -173,7 +173,7 @@ def _sequence_of(block, query_starts, num_seqs, BLOCK_Q: tl.constexpr):
     return low
 
 
-@kernel(do_not_specialize=["num_seqs"])
+@kernel(do_not_specialize=["num_seqs", "table_stride"])
 def prefill(
     qkv,
     k_cache,

@@ -8,7 +8,7 @@ import triton.language as tl
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
 
 
-@kernel
+@kernel(do_not_specialize=["num_entries"])
 def edit(
     logits,
     rows,

@@ -1,0 +1,189 @@
+"""The inputs of a decode step in buffers that stay where they are, as a captured graph needs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from engine.model.llama import ForwardBatch
+from engine.step import StepAdapter, StepRow
+from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan
+
+_ALIGNMENT = 16
+"""Bytes. Kernels are compiled for addresses of this alignment, in the eager steps' tensors as in these."""
+
+
+class DecodeInputs:
+    """Room for a step of up to ``max_rows`` rows of one token each, on the device.
+
+    Every step is written over the one before, in two copies that the host does not wait for. What a step
+    leaves unused becomes padding: no slot, no context, no adapter. So any batch that is as large as the step
+    or larger computes the step's rows.
+
+    Args:
+        max_context_len: tokens of the longest context; gives the width of the block tables.
+        max_pages: rank pages of the widest adapter; 0 leaves no room for any.
+    """
+
+    def __init__(self, *, max_rows: int, max_context_len: int, max_pages: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._max_context_len = max_context_len
+        self._max_pages = max_pages
+        self._packed = _PackedArrays(
+            {
+                "tokens": ((max_rows,), np.int64),
+                "positions": ((max_rows,), np.int64),
+                "slots": ((max_rows,), np.int64),
+                "context_lens": ((max_rows,), np.int32),
+                "lora_rows": ((max_rows,), np.int32),
+                "segment_starts": ((max_rows + 1,), np.int32),
+                "segment_ranks": ((max_rows,), np.int32),
+                "segment_pages": ((max_rows, max_pages), np.int32),
+            },
+            device,
+        )
+        max_blocks = -(-max_context_len // BLOCK_SIZE)
+        self._block_tables = torch.full((max_rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._output_rows = torch.arange(max_rows, device=device)
+        self.write(())
+
+    def fits(self, rows: Sequence[StepRow]) -> bool:
+        """Whether a step is a pure decode step, no larger than there is room for."""
+        if len(rows) > self._max_rows:
+            return False
+        for row in rows:
+            if len(row.tokens) != 1 or row.sampling is None:
+                return False
+            if row.adapter is not None and len(row.adapter.pages) > self._max_pages:
+                return False
+        return True
+
+    def write(self, rows: Sequence[StepRow]) -> bool:
+        """Put a step that `fits` into the buffers. Returns whether an adapter applies to any of its rows."""
+        host, arrays = self._packed.host_copy()
+        positions = _column([row.start for row in rows], np.int64)
+        blocks = _column([row.block_ids[row.start // BLOCK_SIZE] for row in rows], np.int64)
+        _fill(arrays["tokens"], _column([row.tokens[0] for row in rows], np.int64), padding=0)
+        _fill(arrays["positions"], positions, padding=0)
+        _fill(arrays["slots"], blocks * BLOCK_SIZE + positions % BLOCK_SIZE, padding=-1)
+        _fill(arrays["context_lens"], positions + 1, padding=0)
+        has_lora = _group_by_adapter(rows, arrays)
+        self._packed.device_copy_from(host)
+        self._write_block_tables(rows)
+        return has_lora
+
+    def batch(self, size: int, *, with_lora: bool) -> ForwardBatch:
+        """The first ``size`` rows of the buffers, for launches that fit whatever is written there."""
+        tensors = self._packed.tensors
+        return ForwardBatch(
+            tokens=tensors["tokens"][:size],
+            attention=AttentionPlan(
+                query_starts=self._query_starts[: size + 1],
+                context_lens=tensors["context_lens"][:size],
+                block_tables=self._block_tables[:size],
+                slots=tensors["slots"][:size],
+                positions=tensors["positions"][:size],
+                max_query_len=1,
+                max_context_len=self._max_context_len,
+            ),
+            lora=LoraPlan(
+                rows=tensors["lora_rows"][:size],
+                segment_starts=tensors["segment_starts"][: size + 1],
+                segment_pages=tensors["segment_pages"][:size],
+                segment_ranks=tensors["segment_ranks"][:size],
+                num_rows=size if with_lora else 0,
+                num_segments=size if with_lora else 0,
+                max_segment_rows=size if with_lora else 0,
+            ),
+            output_rows=self._output_rows[:size],
+        )
+
+    def _write_block_tables(self, rows: Sequence[StepRow]) -> None:
+        """Only as many columns as the step has: nothing beyond a row's own context is ever read."""
+        if not rows:
+            return
+        widths = _column([len(row.block_ids) for row in rows], np.int64)
+        flat = np.fromiter(chain.from_iterable(row.block_ids for row in rows), np.int32, int(widths.sum()))
+        width = int(widths.max())
+        host = torch.empty(
+            (len(rows), width), dtype=torch.int32, pin_memory=self._block_tables.device.type == "cuda"
+        )
+        table = host.numpy()
+        table.fill(-1)
+        table[np.arange(width) < widths[:, None]] = flat
+        self._block_tables[: len(rows), :width].copy_(host, non_blocking=True)
+
+
+class _PackedArrays:
+    """Named arrays in one buffer on the device, so that one copy fills them all."""
+
+    def __init__(self, fields: Mapping[str, tuple[tuple[int, ...], type]], device: torch.device) -> None:
+        self._fields = {name: (shape, np.dtype(kind)) for name, (shape, kind) in fields.items()}
+        self._offsets: dict[str, int] = {}
+        size = 0
+        for name, (shape, dtype) in self._fields.items():
+            self._offsets[name] = size
+            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.tensors = {
+            name: self._part(self._buffer, name).view(getattr(torch, dtype.name)).view(shape)
+            for name, (shape, dtype) in self._fields.items()
+        }
+
+    def host_copy(self) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """A buffer of the same layout in host memory, and its arrays; they hold anything.
+
+        It is a new one each time: the last may still be on its way to the device.
+        """
+        host = torch.empty(
+            self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda"
+        )
+        arrays = {
+            name: self._part(host, name).numpy().view(dtype).reshape(shape)
+            for name, (shape, dtype) in self._fields.items()
+        }
+        return host, arrays
+
+    def device_copy_from(self, host: torch.Tensor) -> None:
+        self._buffer.copy_(host, non_blocking=True)
+
+    def _part(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        shape, dtype = self._fields[name]
+        start = self._offsets[name]
+        return buffer[start : start + math.prod(shape) * dtype.itemsize]
+
+
+def _column(values: Sequence[int], dtype: type) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+def _fill(target: np.ndarray, values: np.ndarray, *, padding: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = padding
+
+
+def _group_by_adapter(rows: Sequence[StepRow], arrays: Mapping[str, np.ndarray]) -> bool:
+    """Fill the LoRA plan's arrays; segments beyond the last have no rows and rank 0."""
+    adapters: dict[int, StepAdapter] = {}
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        adapter = row.adapter
+        if adapter is not None and row.start >= row.adapter_start:
+            adapters[adapter.adapter_id] = adapter
+            groups.setdefault(adapter.adapter_id, []).append(i)
+    grouped = _column(list(chain.from_iterable(groups.values())), np.int32)
+    ends = np.cumsum([len(group) for group in groups.values()], dtype=np.int32)
+    _fill(arrays["lora_rows"], grouped, padding=-1)
+    arrays["segment_starts"][0] = 0
+    _fill(arrays["segment_starts"][1:], ends, padding=len(grouped))
+    _fill(arrays["segment_ranks"], _column([a.rank for a in adapters.values()], np.int32), padding=0)
+    pages = arrays["segment_pages"]
+    pages.fill(-1)
+    for segment, adapter in enumerate(adapters.values()):
+        pages[segment, : len(adapter.pages)] = adapter.pages
+    return bool(groups)
