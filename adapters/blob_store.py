@@ -17,6 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from adapters.identity import DIGEST_BYTES
 
 MANIFEST_FILE = "manifest.json"
 
+_PURGED = ".purged"
 _FOLDER_MODE = 0o755
 _FILE_MODE = 0o644
 
@@ -92,15 +94,16 @@ class BlobStore:
 
     def trashed(self) -> list[Trashed]:
         """What is in the trash: on its way out now, or left by a crash."""
-        names = [folder.name for folder in self._trash.iterdir()]
+        names = [folder.name for folder in self._trash.iterdir() if not folder.name.endswith(_PURGED)]
         return [Trashed(self, bytes.fromhex(name.partition(".")[0]), self._trash / name) for name in names]
 
-    def clean_staging(self, older_than_s: float) -> int:
-        """Removes what crashed uploads left behind, untouched for `older_than_s` seconds. Returns how many
-        folders.
+    def clean(self, older_than_s: float) -> int:
+        """Removes what crashed uploads, untouched for `older_than_s` seconds, and crashed purges have left.
+        Returns how many folders.
         """
         limit = time.time() - older_than_s
         stale = [folder for folder in self._staging.iterdir() if _last_touched(folder) < limit]
+        stale += self._trash.glob(f"*{_PURGED}")
         for folder in stale:
             shutil.rmtree(folder, ignore_errors=True)
         return len(stale)
@@ -137,12 +140,17 @@ class Trashed:
     _path: Path
 
     def restore(self) -> None:
-        """Brings the blob back, unless it has been published again meanwhile."""
-        self._store._move_in(self._path, self.digest)
+        """Brings the blob back, unless it has been published again meanwhile, or purged by somebody else."""
+        with suppress(FileNotFoundError):
+            self._store._move_in(self._path, self.digest)
 
     def purge(self) -> None:
         """Frees its disk; after `restore`, only what was not needed."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        # By its new name nobody can restore it, half removed.
+        purged = self._path.with_name(self._path.name + _PURGED)
+        with suppress(FileNotFoundError):
+            self._path.rename(purged)
+        shutil.rmtree(purged, ignore_errors=True)
 
 
 class Staging:
@@ -158,6 +166,10 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes what was not published; leaving the context does the same."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def publish(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:

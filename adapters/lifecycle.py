@@ -46,7 +46,7 @@ async def delete(registry: Registry, store: BlobStore, *, tenant: str, name: str
 
 async def tidy(registry: Registry, store: BlobStore, *, older_than_s: float) -> None:
     """Clears what crashed uploads, untouched for `older_than_s` seconds, and crashed deletes have left."""
-    await asyncio.to_thread(store.clean_staging, older_than_s)
+    await asyncio.to_thread(store.clean, older_than_s)
     for trashed in await asyncio.to_thread(store.trashed):
         await _settle(registry, trashed)
 

@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from gateway import tasks
 from gateway.errors import ApiError
 from gateway.keys import NO_TENANT, OPERATOR_ID, KeyRecord, Keys, digest_of, id_of
 from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenants
@@ -93,10 +94,7 @@ class Authenticator:
     async def close(self) -> None:
         """Ends the task that `start` began."""
         if self._follower:
-            # The Redis client can lose a cancellation that comes as its own timeout fires: ask again.
-            while not self._follower.done():
-                self._follower.cancel()
-                await asyncio.wait([self._follower], timeout=_HEARTBEAT_S)
+            await tasks.cancel(self._follower)
 
     async def authenticate(self, header: str | None) -> Principal:
         """Returns whose key the header holds.

@@ -13,7 +13,7 @@ import grpc
 from redis.exceptions import RedisError
 
 from adapters.leases import EngineLease, EngineLeases
-from gateway import routing
+from gateway import routing, tasks
 from gateway.engine_link import EngineLink
 from gateway.engine_stream import EngineStream
 from gateway.tokenizer import Tokenizers
@@ -50,10 +50,8 @@ class EngineFleet:
 
     async def close(self) -> None:
         """Ends all links; engines abort what ran on them."""
-        tasks = [task for task in (self._follower, *self._tasks.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._follower:
+            await tasks.cancel(self._follower, *self._tasks.values())
 
     def model_info(self, name: str | None = None) -> ModelInfo | None:
         """Returns the model of this name, or the first of `models`; None when there is none."""
@@ -170,6 +168,4 @@ class EngineFleet:
 
     async def _end_link(self, engine_id: str) -> None:
         del self._links[engine_id]
-        task = self._tasks.pop(engine_id)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await tasks.cancel(self._tasks.pop(engine_id))

@@ -13,6 +13,7 @@ from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.auth import Authenticator
 from gateway.engine_client import EngineFleet
+from gateway.housekeeping import housekeeping
 from gateway.keys import Keys
 from gateway.metrics import Metrics
 from gateway.redis_client import connect
@@ -59,7 +60,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         )
         await authenticator.start()
         stack.push_async_callback(authenticator.close)
-        registry = Registry(redis)
+        registry, store = Registry(redis), BlobStore(settings.store)
+        await stack.enter_async_context(housekeeping(registry, store))
         tokenizers = Tokenizers()
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
         await engines.start()
@@ -71,7 +73,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             tenants=tenants,
             keys=keys,
             registry=registry,
-            store=BlobStore(settings.store),
+            store=store,
             engines=engines,
             tokenizers=tokenizers,
             models=ModelResolver(registry, engines),

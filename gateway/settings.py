@@ -26,6 +26,7 @@ class GatewaySettings(BaseSettings):
     )
     redis_url: str = Field(
         default="redis://127.0.0.1:6380/0",
+        pattern=r"^(redis|rediss|unix)://",
         description="Redis or Valkey that holds tenants, keys, adapters and engines.",
     )
     store: Path = Field(

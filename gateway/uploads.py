@@ -51,7 +51,10 @@ async def receive_upload(
     boundary = _boundary_of(content_type)
     if content_length and content_length.isdecimal() and int(content_length) > max_bytes + _FORM_BYTES:
         raise _too_large(max_bytes)
-    receiver = _Receiver(boundary, folder, max_bytes)
+    try:
+        receiver = _Receiver(boundary, folder, max_bytes)
+    except FormParserError as error:
+        raise _bad_form(f"The form's boundary cannot be used: {error}.") from None
     try:
         async for chunk in chunks:
             receiver.feed(chunk)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.requests import ClientDisconnect
 
 from adapters import lifecycle
-from adapters.blob_store import Staging
+from adapters.blob_store import BlobStore, Staging
 from adapters.identity import InvalidName, check_name
 from adapters.peft_format import BaseModelShape
 from adapters.registry import AdapterHistory, AdapterVersion
@@ -26,7 +28,7 @@ from protos.engine_pb2 import ModelInfo
 
 router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
 
-_ABANDONED_AFTER_S = 3600.0
+logger = logging.getLogger(__name__)
 
 
 @router.post("", status_code=201)
@@ -44,10 +46,12 @@ async def upload_adapter(
     if info is None:
         raise unavailable("No engine has shown its model yet, so no adapter can be checked against it.")
     shape = _shape_of(info)
-    await asyncio.to_thread(services.store.clean_staging, _ABANDONED_AFTER_S)
-    with services.store.stage() as staging:
+    async with _staging(services.store) as staging:
         upload = await _receive(request, staging.path, shape, services.settings.max_adapter_bytes)
         name, allow_zero = _checked_fields(upload.fields)
+        if services.engines.model_info(name) is not None:
+            message = f"'{name}' is the base model's name. Choose another."
+            raise invalid_request(message, param="name", code="invalid_name")
         summary = await _validate(staging.path, shape, allow_zero)
         version = await _publish(services, staging, caller.tenant_id, name, summary)
     return _adapter_object(version)
@@ -85,6 +89,24 @@ async def remove_adapter(
     if not await delete_adapter(services, caller.tenant_id, name):
         raise _not_found(name)
     return {"id": name, "object": "adapter.deleted", "deleted": True}
+
+
+@asynccontextmanager
+async def _staging(store: BlobStore) -> AsyncIterator[Staging]:
+    """A staging folder, made and removed off the event loop: to unlink gigabytes takes a while.
+
+    Raises ApiError 503 when the store's disk fails meanwhile.
+    """
+    try:
+        staging = await asyncio.to_thread(store.stage)
+        try:
+            yield staging
+        finally:
+            await asyncio.to_thread(staging.discard)
+    except OSError as error:
+        logger.error("an upload failed at the store: %s", error)
+        message = "The server cannot store an upload at the moment. Try again later, or tell your operator."
+        raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
 
 
 async def _receive(request: Request, folder: Path, shape: BaseModelShape, max_bytes: int) -> Upload:

@@ -146,7 +146,7 @@ def test_kill_in_the_middle_leaves_only_whole_blobs(tmp_path: Path) -> None:
         assert hashlib.sha256(str(number).encode()).hexdigest() == blob.name
         for name in FILES:
             assert (blob / name).read_bytes() == str(number).encode() * 50
-    store.clean_staging(older_than_s=-1)
+    store.clean(older_than_s=-1)
     assert list((root / "staging").iterdir()) == []
 
 
@@ -156,7 +156,7 @@ def test_cleans_old_uploads_and_leaves_those_under_way(store: BlobStore) -> None
     (growing.path / "adapter_model.safetensors").write_bytes(b"still coming")
     for folder in (old.path, growing.path):
         os.utime(folder, (0, 0))
-    assert store.clean_staging(older_than_s=3600) == 1
+    assert store.clean(older_than_s=3600) == 1
     assert not old.path.exists() and young.path.exists() and growing.path.exists()
 
 
@@ -172,6 +172,19 @@ def test_deletes(store: BlobStore, tmp_path: Path) -> None:
         store.manifest(DIGEST)
     assert len(everything(tmp_path)) == 3
     assert publish(store)
+
+
+def test_what_is_being_purged_cannot_be_restored(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store)
+    mine, other = store.withdraw(DIGEST), store.trashed()[0]
+    assert mine is not None
+    with monkeypatch.context() as crash:
+        crash.setattr("shutil.rmtree", lambda *_, **__: None)
+        other.purge()
+    mine.restore()
+    assert not store.contains(DIGEST) and store.trashed() == []
+    assert store.clean(older_than_s=3600) == 1
+    mine.purge()
 
 
 def test_what_is_withdrawn_can_be_restored(store: BlobStore) -> None:

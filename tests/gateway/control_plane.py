@@ -52,8 +52,8 @@ class Engines:
     info: ModelInfo | None = field(default_factory=model_info)
     unloaded: list[bytes] = field(default_factory=list)
 
-    def model_info(self) -> ModelInfo | None:
-        return self.info
+    def model_info(self, name: str | None = None) -> ModelInfo | None:
+        return self.info if name is None or (self.info and self.info.name == name) else None
 
     def residency(self, digest_hex: str) -> dict[str, str]:
         return {"engine-1": "device"}

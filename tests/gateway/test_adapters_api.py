@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import pickle
 import re
 import struct
@@ -208,6 +210,29 @@ async def test_a_body_that_is_no_form_is_refused(valkey_url: str, tmp_path: Path
         form = {**acme, "Content-Type": "multipart/form-data; boundary=x"}
         for body in (b"", b"nonsense", b'--x\r\nContent-Disposition: form-data; name="name"\r\n\r\nsql'):
             await refused(plane, await plane.client.post("/v1/adapters", headers=form, content=body), "form")
+        form["Content-Type"] = f"multipart/form-data; boundary={'x' * 300}"
+        await refused(plane, await plane.client.post("/v1/adapters", headers=form, content=b""), "boundary")
+
+
+async def test_the_base_models_name_is_taken(valkey_url: str, tmp_path: Path) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme")
+        await refused(plane, await plane.upload(acme, adapter_files(), name="base"), "base model's name")
+
+
+async def test_a_full_disk_is_503_and_logged_and_leaves_nothing(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(writes: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("gateway.uploads._write_all", full)
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme")
+        answer = await plane.upload(acme, adapter_files())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert plane.blobs() == plane.leftovers() == []
+    assert "No space left on device" in caplog.text
 
 
 def _form_of(files: dict[str, bytes], boundary: str = "x") -> bytes:
