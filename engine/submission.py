@@ -120,7 +120,8 @@ def _sampling(message: pb.Submit, model: pb.ModelInfo) -> tuple[SamplingParams, 
         SamplingParams(
             temperature=wire.temperature,
             top_p=wire.top_p or 1.0,
-            top_k=wire.top_k,
+            # No more than there are tokens: the kernels count in 32 signed bits.
+            top_k=min(wire.top_k, model.vocab_size),
             min_p=wire.min_p,
             presence_penalty=wire.presence_penalty,
             frequency_penalty=wire.frequency_penalty,

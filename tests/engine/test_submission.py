@@ -63,6 +63,11 @@ def test_all_sampling_fields_arrive() -> None:
     assert (one.seed, other.seed) == (1, 2**64 - 1)
 
 
+def test_a_top_k_beyond_the_vocabulary_fits_into_what_the_kernels_count_with() -> None:
+    request = parse_submit(submit(sampling=pb.Sampling(temperature=1, top_k=2**32 - 1)), "link", MODEL)
+    assert request.sampling[0].top_k == 1000
+
+
 def test_lengths_end_and_deadline() -> None:
     assert parse_submit(submit(max_tokens=0), "link", MODEL).max_len == 100
     assert parse_submit(submit(max_tokens=5000), "link", MODEL).max_len == 100
