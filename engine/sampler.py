@@ -11,10 +11,8 @@ from engine.step import RowResult, SamplingParams, StepResult, StepRow, TokenLog
 from kernels.sampling import sample
 from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
 
-NOT_FINITE = (
-    "The model's output for this request was not finite, so no token could be drawn from it: "
-    "its adapter's weights overflow on this input."
-)
+NOT_FINITE = "The model's output for this request was not finite, so no token could be drawn from it"
+OVERFLOW = "its adapter's weights overflow on this input"
 NOTHING_LEFT = "logit_bias and the banned tokens leave no token to draw."
 
 
@@ -115,15 +113,17 @@ def _results(rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sampled) ->
         tuple(
             RowResult(row.seq_id, tokens[i], logprobs[i])
             if finite[i]
-            else RowResult(row.seq_id, tokens[i], error=_fault(logits[i]))
+            else RowResult(row.seq_id, tokens[i], error=_fault(row, logits[i]))
             for i, row in enumerate(rows)
         )
     )
 
 
-def _fault(logits: torch.Tensor) -> str:
+def _fault(row: StepRow, logits: torch.Tensor) -> str:
     """Why no token could be drawn from a row."""
-    return NOTHING_LEFT if bool(logits.max().isfinite()) else NOT_FINITE
+    if bool(logits.max().isfinite()):
+        return NOTHING_LEFT
+    return f"{NOT_FINITE}." if row.adapter is None else f"{NOT_FINITE}: {OVERFLOW}."
 
 
 def _logprobs(rows: Sequence[StepRow], sampled: Sampled) -> list[TokenLogprobs | None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.sampler import build_sampling_batch, draw
-from engine.step import SamplingParams, StepRow
+from engine.step import SamplingParams, StepAdapter, StepRow
 
 CPU = torch.device("cpu")
 
@@ -41,6 +41,13 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     assert results[0].error is not None and "not finite" in results[0].error
     assert results[0].logprobs is None
     assert results[1].token == 1
+
+
+def test_only_a_row_with_an_adapter_is_told_that_its_adapter_overflows() -> None:
+    rows = [row(1, SamplingParams()), replace(row(2, SamplingParams()), adapter=StepAdapter(1, (0,), 8))]
+    base, adapted = draw(torch.full((2, 3), math.nan), rows).rows
+    assert base.error is not None and "adapter" not in base.error and "not finite" in base.error
+    assert adapted.error is not None and "its adapter's weights overflow" in adapted.error
 
 
 def test_bans_that_leave_nothing_are_told_from_overflow() -> None:
