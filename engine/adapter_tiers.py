@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 NUM_LOAD_THREADS = 2
 """Two reads at once hide each other's latency; more would compete with the step for the interpreter."""
+MAX_LOADS = 2 * NUM_LOAD_THREADS
+"""Loads under way, queued ones included. Few, so that whoever is asked for next, in the order of fairness,
+does not stand behind all the adapters that somebody else has named at once."""
 
 
 class HostCopy(Protocol):
@@ -82,12 +85,18 @@ class AdapterTiers:
         """Whether `poll` will have more to tell."""
         return bool(self._loading)
 
+    def is_loading_one(self, digest: bytes) -> bool:
+        """Whether a load of this adapter is under way."""
+        return digest in self._loading
+
     def want(self, digest: bytes) -> HostCopy | None:
-        """The host copy of an adapter; None starts a load, unless one is under way."""
+        """The host copy of an adapter, or None. Then a load is under way, or there are `MAX_LOADS` others:
+        ask again when one of them has ended.
+        """
         copy = self._copies.get(digest)
         if copy is not None:
             self._copies.move_to_end(digest)
-        elif digest not in self._loading:
+        elif digest not in self._loading and len(self._loading) < MAX_LOADS:
             self._loading.add(digest)
             self._pool.submit(self._load, digest)
         return copy
@@ -133,6 +142,11 @@ class AdapterTiers:
                 )
             else:
                 outcome = Loaded(digest, copy)
+        except OSError as error:
+            # Its text has a path, which is no client's business: the log has it.
+            logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
+            reason = f"the adapter's files could not be read ({error.strerror or type(error).__name__})"
+            outcome = LoadFailed(digest, reason)
         except Exception as error:
             logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
             outcome = LoadFailed(digest, str(error) or type(error).__name__)

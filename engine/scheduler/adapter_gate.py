@@ -110,7 +110,7 @@ class AdapterGate:
         return taken
 
     def want(self, digest: bytes) -> None:
-        """Says that a sequence for this adapter has come, so that its load starts now."""
+        """Says that a sequence for this adapter has come, so that its load starts now if there is room."""
         if not digest:
             return
         self._unloading.discard(digest)
@@ -242,7 +242,7 @@ class AdapterGate:
             done(fault)
 
     def _forget_if_unused(self, digest: bytes) -> None:
-        if self._pages.references(digest):
+        if self._pages.references(digest) or self._tiers.is_loading_one(digest):
             return
         self._unloading.discard(digest)
         self._tiers.discard(digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Roster:
         self._by_id: dict[int, Sequence] = {}
         self._entries: dict[Key, _Entry] = {}
         self._deadlines: list[tuple[float, int, Key]] = []
+        self._num_of_tenant: Counter[str] = Counter()
         self._next_seq_id = 1
 
     def __len__(self) -> int:
@@ -44,6 +46,10 @@ class Roster:
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
+    def num_of_tenant(self, tenant: str) -> int:
+        """How many sequences of the tenant have not ended."""
+        return self._num_of_tenant[tenant]
+
     def enlist(self, request: Request) -> list[Sequence]:
         """Makes the sequences of a request, one for each choice, with ids never used before."""
         assert request.key not in self._entries, "a request id is used twice"
@@ -54,6 +60,7 @@ class Roster:
             self._by_id[seq.seq_id] = seq
             sequences.append(seq)
         self._entries[request.key] = _Entry(request, list(sequences))
+        self._num_of_tenant[request.tenant] += len(sequences)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, request.key))
         return sequences
@@ -61,6 +68,10 @@ class Roster:
     def strike(self, seq: Sequence) -> None:
         """Takes out a sequence that has ended; its request is gone with its last one."""
         del self._by_id[seq.seq_id]
+        tenant = seq.request.tenant
+        self._num_of_tenant[tenant] -= 1
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant]
         entry = self._entries[seq.request.key]
         entry.sequences.remove(seq)
         if not entry.sequences:

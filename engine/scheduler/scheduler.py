@@ -115,8 +115,8 @@ class Scheduler:
         """Queues a request. It has been validated; its key is not in use; it fits into the pool alone."""
         assert request.max_len <= self._pool.num_blocks * BLOCK_SIZE, "the request could never finish"
         assert len(request.sampling) <= self._limits.max_num_seqs, "the request could never start"
-        if self.num_waiting + len(request.sampling) > self._limits.max_num_waiting:
-            return self.refuse(request, f"{self.num_waiting} sequences are waiting already; try again later")
+        if fault := self._queue_fault(request):
+            return self.refuse(request, fault)
         leader, *siblings = self._roster.enlist(request)
         self._attach(siblings, leader)
         self._waiting.push(leader)
@@ -124,6 +124,19 @@ class Scheduler:
             self._end_all([leader, *siblings], FinishReason.LENGTH)
         else:
             self._gate.want(request.adapter_digest)
+
+    def _queue_fault(self, request: Request) -> str:
+        """Why the queue does not take a request; "" if it does.
+
+        A tenant may not hold more places than it leaves free, so that one tenant's flood never fills the
+        queue for the others (after Choudhury and Hahne, "Dynamic Queue Length Thresholds", 1998).
+        """
+        free = self._limits.max_num_waiting - self.num_waiting - len(request.sampling)
+        if free < 0:
+            return f"{self.num_waiting} sequences are waiting already; try again later"
+        running = sum(seq.request.tenant == request.tenant for seq in self._running)
+        held = self._roster.num_of_tenant(request.tenant) - running
+        return f"{held} sequences of yours are waiting already; try again later" if held > free else ""
 
     def refuse(self, request: Request, why: str) -> None:
         """Ends a request that was never added; another engine may take it."""
@@ -273,7 +286,8 @@ class Scheduler:
         self._running.append(seq)
         if self._roster.mark_started(seq.request):
             queue_us = max(0, int((self._clock() - seq.request.arrival) * 1e6))
-            self._outputs.started(seq.request, cached_tokens=seq.num_computed, queue_us=queue_us)
+            cached = min(seq.num_computed, seq.num_prompt)
+            self._outputs.started(seq.request, cached_tokens=cached, queue_us=queue_us)
 
     def _take_token(self, seq: Sequence, outcome: RowResult) -> None:
         """Appends a token to a sequence, and ends it if that was the last."""

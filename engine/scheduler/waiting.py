@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from engine.scheduler.fairness import Account, VirtualTokenCounters
 from engine.sequence import Sequence, Status
 
+_Proposal = tuple[tuple[int, int, int], Sequence]
+"""A sequence behind its order, which is its own alone: no two sequences are ever compared."""
+
 
 def _order(seq: Sequence) -> tuple[int, int, int]:
     return seq.order
@@ -77,18 +80,24 @@ class WaitingQueue:
             (account.served, number, account) for number, account in enumerate(self._counters.waiting())
         ]
         heapq.heapify(heap)
-        asides: dict[str, set[bytes]] = {}
+        proposals: dict[str, list[_Proposal]] = {}
         while heap:
             _, number, account = heapq.heappop(heap)
-            aside = asides.setdefault(account.tenant, set())
-            while (head := self._first(account.tenant, aside)) is not None:
+            if account.tenant not in proposals:
+                proposals[account.tenant] = self._heads(account.tenant)
+            heads = proposals[account.tenant]
+            while heads:
+                _, head = heapq.heappop(heads)
                 yield head
                 if head.status is not Status.WAITING:
+                    lane = self._lanes.get(account.tenant, {}).get(head.request.adapter_digest)
+                    if lane:
+                        heapq.heappush(heads, (lane[0].order, lane[0]))
                     heapq.heappush(heap, (account.served, number, account))
                     break
-                aside.add(head.request.adapter_digest)
 
-    def _first(self, tenant: str, aside: set[bytes]) -> Sequence | None:
-        lanes = self._lanes.get(tenant, {})
-        heads = (lane[0] for digest, lane in lanes.items() if digest not in aside)
-        return min(heads, key=_order, default=None)
+    def _heads(self, tenant: str) -> list[_Proposal]:
+        """The first of each of the tenant's lanes, as a heap."""
+        heads = [(lane[0].order, lane[0]) for lane in self._lanes[tenant].values()]
+        heapq.heapify(heads)
+        return heads

@@ -96,7 +96,7 @@ class FakeStore:
     def read(self, digest: bytes) -> FakeAdapter:
         self.reads.append(digest)
         if digest not in self.adapters:
-            raise FileNotFoundError("the store has no such adapter")
+            raise LookupError("the store has no such adapter")
         return self.adapters[digest]
 
 

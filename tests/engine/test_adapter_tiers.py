@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from builders import FakeAdapter, FakeStore, digest_of
 
-from engine.adapter_tiers import AdapterTiers, Loaded, LoadFailed
+from engine.adapter_tiers import MAX_LOADS, AdapterTiers, Loaded, LoadFailed
 
 
 @pytest.fixture
@@ -101,3 +101,28 @@ def test_the_least_recently_wanted_copies_go_first(
     tiers.want(store.add("large", nbytes=1000))
     poll_until(tiers, 1)
     assert set(tiers.held()) == {digest_of("large")}, "one that is larger than the budget is kept, alone"
+
+
+def test_what_the_system_says_of_a_path_stays_in_the_log(
+    make_tiers: Callable[..., AdapterTiers], caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(digest: bytes) -> FakeAdapter:
+        raise PermissionError(13, "Permission denied", "/srv/store/secret")
+
+    tiers = make_tiers(read=read)
+    tiers.want(digest_of("a"))
+    (failure,) = poll_until(tiers, 1)
+    assert isinstance(failure, LoadFailed)
+    assert failure.reason == "the adapter's files could not be read (Permission denied)"
+    assert "/srv/store/secret" in caplog.text
+
+
+def test_only_so_many_loads_are_under_way(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:
+    tiers = make_tiers()
+    digests = [store.add(f"a{number}") for number in range(MAX_LOADS + 1)]
+    for digest in digests:
+        assert tiers.want(digest) is None
+    poll_until(tiers, MAX_LOADS)
+    assert digests[-1] not in tiers.held() and not tiers.is_loading
+    assert tiers.want(digests[-1]) is None
+    poll_until(tiers, 1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from builders import Engine, FakeAdapter, expected_output, make_engine, make_request
 
-from engine.adapter_tiers import HostCopy
+from engine.adapter_tiers import MAX_LOADS, HostCopy
 from engine.scheduler.adapter_gate import Residency
 
 
@@ -230,15 +230,15 @@ def test_at_most_one_copy_to_the_device_delays_a_step() -> None:
     engine.scheduler.add(make_request(5, request_id=0, max_tokens=60))
     engine.step()
     released = hold_reads(engine)
-    for number in range(1, 6):
+    for number in range(1, 1 + MAX_LOADS):
         engine.store.add(f"a{number}", 16)
         engine.scheduler.add(make_request(5, request_id=number, adapter=f"a{number}"))
     engine.step()
     released.set()
-    while engine.tiers._done.qsize() < 5:
+    while engine.tiers._done.qsize() < MAX_LOADS:
         engine.wait_for_loads()
     engine.run()
-    assert len(writes) == 5 and len(set(writes)) == 5
+    assert len(writes) == len(set(writes)) == MAX_LOADS
     engine.close()
 
 
@@ -271,4 +271,40 @@ def test_unload_waits_for_the_last_sequence_and_then_forgets_all_copies() -> Non
     engine.step()
     assert engine.gate.statuses() == []
     assert engine.finished["link", 1, 0][0] == "LENGTH"
+    engine.close()
+
+
+def test_unload_during_the_load_forgets_what_it_brings() -> None:
+    engine = make_engine()
+    released = hold_reads(engine)
+    digest = engine.store.add("a")
+    engine.scheduler.add(make_request(5, request_id=1, adapter="a"))
+    engine.step()
+    engine.scheduler.abort("link", 1)
+    engine.gate.unload(digest)
+    engine.step()
+    released.set()
+    while engine.scheduler.is_loading:
+        engine.wait_for_loads()
+        engine.step()
+    assert engine.gate.statuses() == []
+    engine.close()
+
+
+def test_who_names_many_cold_adapters_does_not_make_others_wait_for_all_of_them() -> None:
+    engine = make_engine(num_pages=2, num_blocks=256, max_num_seqs=4)
+    released = hold_reads(engine)
+    for number in range(30):
+        engine.store.add(f"flood-{number}", 16)
+        engine.scheduler.add(
+            make_request(5, request_id=number, adapter=f"flood-{number}", tenant="flood", max_tokens=50)
+        )
+    engine.store.add("mine")
+    engine.step()
+    engine.scheduler.add(make_request(5, request_id=99, adapter="mine", tenant="other"))
+    released.set()
+    step_until(engine, 99)
+    assert len(engine.store.reads) <= 2 * MAX_LOADS
+    engine.run()
+    engine.check_all_free()
     engine.close()

@@ -300,3 +300,32 @@ def test_a_full_queue_refuses() -> None:
     assert {engine.finished["link", 2, choice][0] for choice in (0, 1)} == {"REFUSED"}
     assert "2 sequences are waiting" in engine.finished["link", 2, 0][1]
     engine.close()
+
+
+def test_one_tenant_cannot_fill_the_queue_for_the_others() -> None:
+    engine = make_engine(max_num_waiting=12, max_num_seqs=2)
+    for number in range(20):
+        engine.scheduler.add(make_request(request_id=number, tenant="flood"))
+        if number == 1:
+            engine.step()
+    engine.collect()
+    assert len(engine.finished) == 12, "its own that run do not count"
+    assert engine.scheduler.num_running == 2 and engine.scheduler.num_waiting == 6
+    assert "6 sequences of yours are waiting" in engine.finished["link", 19, 0][1]
+    engine.scheduler.add(make_request(request_id=20, tenant="other", n=2))
+    engine.collect()
+    assert ("link", 20, 0) not in engine.finished
+    engine.run()
+    engine.check_all_free()
+    engine.close()
+
+
+def test_cached_tokens_of_a_continued_request_are_those_of_its_prompt() -> None:
+    engine = make_engine()
+    whole = make_request(20, request_id=1, max_tokens=40)
+    engine.scheduler.add(whole)
+    engine.run()
+    engine.scheduler.add(make_request(20, request_id=2, max_tokens=40, output=expected_output(whole)[:35]))
+    engine.run()
+    assert engine.started["link", 2] == 20, "all of the prompt, though 48 tokens were found"
+    engine.close()
