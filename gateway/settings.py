@@ -4,13 +4,19 @@ else."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
+
+
+def _check_redis_url(url: str) -> str:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("it begins with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
+    return url
 
 
 class GatewaySettings(BaseSettings):
@@ -24,9 +30,8 @@ class GatewaySettings(BaseSettings):
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one."
     )
-    redis_url: str = Field(
+    redis_url: Annotated[str, AfterValidator(_check_redis_url)] = Field(
         default="redis://127.0.0.1:6380/0",
-        pattern=r"^(redis|rediss|unix)://",
         description="Redis or Valkey that holds tenants, keys, adapters and engines.",
     )
     store: Path = Field(

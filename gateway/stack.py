@@ -8,6 +8,7 @@ opposite order of their start, and also when this process is killed: see guarded
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -171,8 +172,7 @@ class Child:
 
 
 async def run_stack(plan: StackPlan, report: Report) -> None:
-    """Starts everything, reports when it serves, and keeps it so until SIGINT, SIGTERM or SIGHUP; then stops
-    it.
+    """Starts everything, reports when it serves, and keeps it so until a signal (INT, TERM, HUP) ends it.
 
     A second signal kills what has not stopped. Raises StackError, with nothing left running, when the stack
     cannot start.
@@ -214,20 +214,23 @@ async def _serve(stages: list[list[Child]], plan: StackPlan, report: Report) -> 
 
 
 def check_ports(plan: StackPlan) -> None:
-    """Raises StackError that names every port of the plan that is taken, and the flag that chooses
-    another."""
+    """Raises StackError that names every port of the plan that cannot be had, why, and the flag that chooses
+    another.
+    """
     wanted = [
         ("the gateway", "--port", plan.host, plan.port),
         ("the engine", "--engine-port", "127.0.0.1", plan.engine_port),
     ]
     if plan.redis_url is None:
         wanted.append(("Valkey", "--redis-port", "127.0.0.1", plan.redis_port))
-    taken = [entry for entry in wanted if not _port_is_free(entry[2], entry[3])]
-    if taken:
-        lines = [
-            f"Port {port} for {name} is taken; choose another with {flag}." for name, flag, _, port in taken
-        ]
-        raise StackError("\n".join([*lines, "Is another stack running?"]))
+    faults = [
+        f"Port {port} for {name} {fault}; choose another with {flag}."
+        for name, flag, host, port in wanted
+        if (fault := _fault_of_port(host, port))
+    ]
+    if faults:
+        hint = ["Is another stack running?"] if any("is taken" in fault for fault in faults) else []
+        raise StackError("\n".join(faults + hint))
 
 
 def plan_children(plan: StackPlan) -> list[list[ChildSpec]]:
@@ -311,14 +314,19 @@ def _on_signals(stop: asyncio.Event, children: Sequence[Child]) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-def _port_is_free(host: str, port: int) -> bool:
+def _fault_of_port(host: str, port: int) -> str | None:
+    """Returns why nobody can listen there, or None when all is well."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return (
+                "is taken"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be had on {host}: {error.strerror}"
+            )
+    return None
 
 
 def _end_of(code: int) -> str:

@@ -38,7 +38,9 @@ def gateway(
     LORAPLEX_OPERATOR_KEY holds one.
     """
     given = {"host": host, "port": port, "redis_url": redis_url, "store": store}
-    asyncio.run(_serve(_settings({key: value for key, value in given.items() if value is not None})))
+    settings = _settings({key: value for key, value in given.items() if value is not None})
+    _check_store(settings.store)
+    asyncio.run(_serve(settings))
 
 
 def _settings(given: dict[str, Any]) -> GatewaySettings:
@@ -51,6 +53,16 @@ def _settings(given: dict[str, Any]) -> GatewaySettings:
     except ValidationError as error:
         faults = [f"LORAPLEX_{fault['loc'][0]}".upper() + f": {fault['msg']}" for fault in error.errors()]
         raise CommandFailed("; ".join(faults), Exit.USAGE) from None
+
+
+def _check_store(folder: Path) -> None:
+    from adapters.blob_store import BlobStore
+
+    try:
+        BlobStore(folder)
+    except OSError as error:
+        message = f"The store '{folder}' cannot be used ({error.strerror}). Choose another with --store."
+        raise CommandFailed(message, Exit.REFUSED) from None
 
 
 async def _serve(settings: GatewaySettings) -> None:

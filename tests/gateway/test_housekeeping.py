@@ -32,6 +32,7 @@ async def test_it_ends_at_once_also_while_redis_is_away(tmp_path: Path) -> None:
     store.stage().publish(DIGEST, {})
     store.withdraw(DIGEST)
     async with connect("redis://127.0.0.1:1/0") as redis, asyncio.timeout(5):
-        async with housekeeping(Registry(redis), store):
+        registry = Registry(redis)
+        async with housekeeping(registry, store):
             await asyncio.sleep(0.2)
     assert [trashed.digest for trashed in store.trashed()] == [DIGEST]

@@ -285,6 +285,9 @@ def test_redis_away_keeps_known_engines_and_adapters(
     wait_until(lambda: "Redis is away" in caplog.text, "the loss is logged")
     assert client.completions.create(model="sql", prompt="x", max_tokens=1).model == "sql@1"
     assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).model == MODEL
+    monkeypatch.setattr(local_stack.app.state.services.redis, "ping", fail)
+    ready = httpx.get(f"{local_stack.url}/ready")
+    assert (ready.status_code, ready.json()["status"]) == (200, "degraded"), "no reason to take gateways out"
     with pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(model="unknown", prompt="x", max_tokens=1)
     assert caught.value.code == "registry_unavailable"
