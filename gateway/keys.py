@@ -1,7 +1,7 @@
 """API keys in Redis: the sole writer of these keys.
 
     loraplex:key:<id>               hash: digest, tenant, scopes, created, expires, note
-    loraplex:tenant:<id>:keys       set of the tenant's key ids
+    loraplex:keys:<tenant>          set of the tenant's key ids
 
 A key reads `lpx_<id>_<secret>`. The secret has 256 random bits; only the SHA-256 of the whole key is stored,
 so a slow password hash would add nothing. The key itself is returned once, by `create`, and is in no log and
@@ -142,7 +142,7 @@ def _document_key(key_id: str) -> str:
 
 
 def _set_key(tenant_id: str) -> str:
-    return f"{tenant_key(tenant_id)}:keys"
+    return f"loraplex:keys:{tenant_id}"
 
 
 def _to_fields(record: KeyRecord) -> list[str]:

@@ -10,8 +10,10 @@ pushed.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -20,6 +22,7 @@ from redis.asyncio import Redis
 
 AUTH_CHANNEL = "loraplex:auth"
 _INDEX = "loraplex:tenants"
+_LONGEST_ID = 63
 
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -86,13 +89,16 @@ class Tenants:
         weight: float = 1.0,
         prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE,
     ) -> Tenant:
-        """Adds a tenant, under a random id when none is given. Raises TenantExists when the id is taken."""
-        tenant_id = tenant_id or f"t-{secrets.token_hex(6)}"
-        tenant = Tenant(tenant_id, name, weight, prefix_sharing, created=int(time.time()))
-        fields = _to_fields({key: value for key, value in asdict(tenant).items() if key != "id"})
-        if not await self._create(keys=[tenant_key(tenant_id), _INDEX], args=[tenant_id, *fields]):
-            raise TenantExists(tenant_id)
-        return tenant
+        """Adds a tenant. Without an id it gets its name's, `acme-ltd` for 'Acme Ltd', or one that is made up
+        when that is empty or taken. Raises TenantExists when the given id is taken.
+        """
+        made_up = f"t-{secrets.token_hex(6)}"
+        for candidate in [tenant_id] if tenant_id else [_slug(name) or made_up, made_up]:
+            tenant = Tenant(candidate, name, weight, prefix_sharing, created=int(time.time()))
+            fields = _to_fields({key: value for key, value in asdict(tenant).items() if key != "id"})
+            if await self._create(keys=[tenant_key(candidate), _INDEX], args=[candidate, *fields]):
+                return tenant
+        raise TenantExists(tenant_id)
 
     async def get(self, tenant_id: str) -> Tenant | None:
         """Returns the tenant, or None when there is none of this id."""
@@ -116,6 +122,12 @@ class Tenants:
     async def delete(self, tenant_id: str) -> bool:
         """Removes the tenant's document, and nothing else of it. Returns whether there was one."""
         return bool(await self._delete(keys=[tenant_key(tenant_id), _INDEX], args=[tenant_id, AUTH_CHANNEL]))
+
+
+def _slug(name: str) -> str:
+    """Returns a name as an id: ASCII letters and digits, without accents, all else as single dashes."""
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
+    return "-".join(re.findall("[a-z0-9]+", plain))[:_LONGEST_ID].rstrip("-")
 
 
 def _to_fields(values: Mapping[str, str | float | bool]) -> list[str]:

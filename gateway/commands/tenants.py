@@ -29,7 +29,8 @@ TenantId = Annotated[str, typer.Argument(help="Id of the tenant.", show_default=
 def create(
     name: Annotated[str, typer.Argument(help="Name for people, such as 'Acme Ltd'.", show_default=False)],
     tenant_id: Annotated[
-        str | None, typer.Option("--id", help="Id for programs, such as 'acme'; made up when not given.")
+        str | None,
+        typer.Option("--id", help="Id for programs; without it the name's, 'acme-ltd' for 'Acme Ltd'."),
     ] = None,
     weight: Annotated[
         float, typer.Option(help="Share of an engine's time when several tenants have work waiting.")

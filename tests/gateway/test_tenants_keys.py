@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import pytest
 from redis.asyncio import Redis
@@ -37,6 +38,36 @@ async def test_an_id_is_given_once_and_a_change_makes_no_tenant(valkey_url: str)
             await tenants.create("Impostor", tenant_id="acme")
         assert await tenants.update("nobody", {"name": "Nobody"}) is None
         assert [tenant.name for tenant in await tenants.all()] == ["Acme"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tenant_id"),
+    [
+        ("acme", "acme"),
+        ("Acme Ltd", "acme-ltd"),
+        ("  -Müller & Söhne_2- ", "muller-sohne-2"),
+        ("a" * 62 + " b", "a" * 62),
+        ("日本", None),
+        ("---", None),
+    ],
+)
+async def test_a_name_gives_the_id_where_it_can(valkey_url: str, name: str, tenant_id: str | None) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        tenants = Tenants(redis)
+        first, second = await tenants.create(name), await tenants.create(name)
+        made_up = re.compile("t-[0-9a-f]{12}")
+        assert first.id == tenant_id or (tenant_id is None and made_up.fullmatch(first.id))
+        assert made_up.fullmatch(second.id), "the name's is taken"
+        assert (await tenants.get(second.id)) == second
+
+
+async def test_a_tenant_of_any_name_has_no_document_but_its_own(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        await Tenants(redis).create("Acme", tenant_id="acme")
+        await Keys(redis).create("acme")
+        assert await Tenants(redis).get("acme:keys") is None
+        with pytest.raises(NoSuchTenant):
+            await Keys(redis).create("acme:keys")
 
 
 async def test_only_the_digest_of_a_key_is_stored(valkey_url: str) -> None:
