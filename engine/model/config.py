@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything about a model that is not a weight. ``max_model_len`` is in tokens."""
+    """Everything about a model that is not a weight. ``max_model_len`` is in tokens.
+
+    Raises:
+        UnsupportedModel: heads that cannot be shared out, or halved for the rotary embedding.
+    """
 
     architecture: str
     vocab_size: int
@@ -70,6 +74,13 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise UnsupportedModel(
+                f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} K/V heads are not "
+                "supported: the first must be a multiple of the last, and the size even."
+            )
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
@@ -112,14 +123,17 @@ def parse_hf_config(
         if field not in raw:
             raise UnsupportedModel(f"config.json lacks the field {field!r}.")
     hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    if raw.get("quantization_config"):
+        raise UnsupportedModel("quantization_config in config.json: quantized weights are not supported.")
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is.")
     for field in ("attention_bias", "mlp_bias"):
         if raw.get(field):
             raise UnsupportedModel(f"{field}=true in config.json is not supported.")
+    vocab_size = int(raw["vocab_size"])
     return ModelConfig(
         architecture=architecture,
-        vocab_size=int(raw["vocab_size"]),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=int(raw["intermediate_size"]),
         num_layers=int(raw["num_hidden_layers"]),
@@ -132,8 +146,13 @@ def parse_hf_config(
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
-        eos_token_ids=_eos_token_ids(raw, generation),
+        eos_token_ids=known_tokens(_eos_token_ids(raw, generation), vocab_size),
     )
+
+
+def known_tokens(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Without those that the model cannot draw, and repetitions: files name end tokens they do not have."""
+    return tuple(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
 
 
 def limit_context(trained: int, asked: int | None) -> int:

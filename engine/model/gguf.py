@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.config import ModelConfig, RopeConfig, limit_context
+from engine.model.config import ModelConfig, RopeConfig, known_tokens, limit_context
 from engine.model.errors import ModelNotAvailable, UnsupportedModel
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -223,6 +223,9 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
     # Within its window, sliding attention is full attention.
     trained = min(trained, int(file.field("attention.sliding_window", trained)))
     hidden = int(file.field("embedding_length"))
+    head_dim = int(file.field("attention.key_length", hidden // heads))
+    if int(file.field("rope.dimension_count", head_dim)) != head_dim:
+        raise UnsupportedModel("A GGUF model that rotates only a part of each head is not supported.")
     return ModelConfig(
         architecture=architecture,
         vocab_size=file.vocab_size,
@@ -231,14 +234,14 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
         num_layers=int(file.field("block_count")),
         num_heads=heads,
         num_kv_heads=int(file.field("attention.head_count_kv", heads)),
-        head_dim=int(file.field("attention.key_length", hidden // heads)),
+        head_dim=head_dim,
         max_model_len=limit_context(trained, max_model_len),
         rms_norm_eps=float(file.field("attention.layer_norm_rms_epsilon")),
         rope=_parse_rope(file),
         tie_word_embeddings=not file.has("lm_head.weight"),
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
-        eos_token_ids=_eos_token_ids(file),
+        eos_token_ids=known_tokens(_eos_token_ids(file), file.vocab_size),
     )
 
 
@@ -258,4 +261,4 @@ def _parse_rope(file: GgufFile) -> RopeConfig:
 def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     stated = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-    return tuple(dict.fromkeys(int(token) for token in stated if token is not None))
+    return tuple(int(token) for token in stated if token is not None)

@@ -6,6 +6,7 @@ else is one code. The projections that share an input are one fused weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,8 @@ from kernels.lora import apply_lora, prepare
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.plans import AttentionPlan, LoraPlan, LoraPool
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,15 @@ class DecoderLayer:
     ) -> None:
         loader = _LayerLoader(config, source, index, dtype, device)
         self._config = config
-        self._input_norm = loader.vector("input_layernorm.weight")
+        hidden, dim = config.hidden_size, config.head_dim
+        self._input_norm = loader.vector("input_layernorm.weight", hidden)
         self._qkv = loader.fused("qkv", "self_attn", bias=config.qkv_bias)
         self._o = loader.fused("o", "self_attn", bias=False)
-        self._post_norm = loader.vector("post_attention_layernorm.weight")
+        self._post_norm = loader.vector("post_attention_layernorm.weight", hidden)
         self._gate_up = loader.fused("gate_up", "mlp", bias=False)
         self._down = loader.fused("down", "mlp", bias=False)
-        self._q_norm = loader.vector("self_attn.q_norm.weight") if config.qk_norm else None
-        self._k_norm = loader.vector("self_attn.k_norm.weight") if config.qk_norm else None
+        self._q_norm = loader.vector("self_attn.q_norm.weight", dim) if config.qk_norm else None
+        self._k_norm = loader.vector("self_attn.k_norm.weight", dim) if config.qk_norm else None
 
     def __call__(
         self,
@@ -129,13 +133,14 @@ class LlamaModel:
         self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config = config
-        self._embeddings = _converted(source, "model.embed_tokens.weight", dtype, device)
+        table = (config.vocab_size, config.hidden_size)
+        self._embeddings = _converted(source, "model.embed_tokens.weight", table, dtype, device)
         self._layers = [DecoderLayer(config, source, i, dtype, device) for i in range(config.num_layers)]
-        self._norm = _converted(source, "model.norm.weight", dtype, device)
+        self._norm = _converted(source, "model.norm.weight", table[1:], dtype, device)
         head = (
             self._embeddings
             if config.tie_word_embeddings
-            else _converted(source, "lm_head.weight", dtype, device)
+            else _converted(source, "lm_head.weight", table, dtype, device)
         )
         self._lm_head = pack_weight(head)
         self._cos_sin = rope_table(config, device)
@@ -168,8 +173,8 @@ class _LayerLoader:
         self._dtype = dtype
         self._device = device
 
-    def vector(self, name: str) -> torch.Tensor:
-        return _converted(self._source, self._prefix + name, self._dtype, self._device)
+    def vector(self, name: str, width: int) -> torch.Tensor:
+        return _converted(self._source, self._prefix + name, (width,), self._dtype, self._device)
 
     def fused(self, group: str, parent: str, *, bias: bool) -> LoraLinear:
         splits, width = self._config.group_splits(group), self._config.group_in(group)
@@ -183,15 +188,24 @@ class _LayerLoader:
         return LoraLinear(weight, bias_row)
 
 
-def _converted(source: WeightSource, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _converted(
+    source: WeightSource, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A tensor in memory of its own, never a view of the file."""
-    return source.get(name).to(device=device, dtype=dtype, copy=True)
+    return _checked(source, name, shape).to(device=device, dtype=dtype, copy=True)
 
 
 def _copy(source: WeightSource, name: str, target: torch.Tensor) -> None:
+    target.copy_(_checked(source, name, target.shape))
+
+
+def _checked(source: WeightSource, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """The kernels read as far as the config says, so no tensor may be smaller, nor mean other numbers."""
     tensor = source.get(name)
-    if tensor.shape != target.shape:
+    if tuple(tensor.shape) != tuple(shape):
         raise UnsupportedModel(
-            f"Tensor {name} has the shape {tuple(tensor.shape)}; config.json implies {tuple(target.shape)}."
+            f"Tensor {name} has the shape {tuple(tensor.shape)}; config.json implies {tuple(shape)}."
         )
-    target.copy_(tensor)
+    if tensor.dtype not in _WEIGHT_DTYPES:
+        raise UnsupportedModel(f"Tensor {name} is of {tensor.dtype}; quantized weights are not supported.")
+    return tensor

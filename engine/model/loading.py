@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def _load_gguf(
     with ThreadPoolExecutor(1) as background:
         digest = background.submit(_digest, [path])
         file = GgufFile(path)
-        config = parse_gguf_config(file, max_model_len=max_model_len)
+        with _understanding(path):
+            config = parse_gguf_config(file, max_model_len=max_model_len)
         tokenizer = tokenizer_files(file.metadata)
         network = LlamaModel(config, file, dtype, device)
         return LoadedModel(config, network, digest.result(), tokenizer, dtype, device)
@@ -139,12 +141,22 @@ def _load_folder(
 ) -> LoadedModel:
     raw = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json", required=False)
-    config = parse_hf_config(raw, generation, max_model_len=max_model_len)
+    with _understanding(folder / "config.json"):
+        config = parse_hf_config(raw, generation, max_model_len=max_model_len)
     source = SafetensorsFolder(folder)
     with ThreadPoolExecutor(1) as background:
         digest = background.submit(_digest, [folder / "config.json", *source.files])
         network = LlamaModel(config, source, dtype, device)
         return LoadedModel(config, network, digest.result(), _folder_tokenizer(folder), dtype, device)
+
+
+@contextmanager
+def _understanding(path: Path) -> Iterator[None]:
+    """A value that is missing or of another type than its name promises becomes one sentence."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(f"{path} says something that cannot be understood: {error!r}.") from error
 
 
 def _digest(paths: Sequence[Path]) -> bytes:
@@ -192,5 +204,5 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
         return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ModelNotAvailable(f"{path} is not valid JSON: {error}.") from error

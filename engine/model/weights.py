@@ -42,8 +42,8 @@ class SafetensorsFolder:
         for path in self.files:
             try:
                 handle = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ModelNotAvailable(f"{path} is damaged: {error}.") from error
+            except (SafetensorError, OSError) as error:
+                raise ModelNotAvailable(f"{path} cannot be read: {error}.") from error
             self._owner.update(dict.fromkeys(handle.keys(), handle))
 
     def has(self, name: str) -> bool:
@@ -63,7 +63,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelNotAvailable(f"{index} is not an index of weight files: {error!r}.") from error
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:

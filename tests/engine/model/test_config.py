@@ -44,6 +44,10 @@ def test_generation_config_names_the_end_tokens() -> None:
     assert parse().eos_token_ids == (7,)
     config = parse_hf_config(LLAMA, {"eos_token_id": [7, 9]}, max_model_len=None)
     assert config.eos_token_ids == (7, 9)
+    beyond = parse_hf_config(LLAMA, {"eos_token_id": [100, 7, -1, 7]}, max_model_len=None)
+    assert beyond.eos_token_ids == (7,), (
+        "a ban of a token beyond the vocabulary would write beyond the logits"
+    )
 
 
 def test_old_and_new_spelling_of_rope_agree() -> None:
@@ -79,6 +83,9 @@ def test_a_sliding_window_limits_the_context() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"max_model_len": 5000}, "--max-model-len 5000"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"num_key_value_heads": 3}, "4 heads of 8 over 3"),
+        ({"head_dim": 7}, "4 heads of 7"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(changes: dict[str, Any], named: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.model.loading import ModelNotAvailable, UnsupportedModel, load_model, resolve_dtype
 from tests.model_zoo import save_tiny_model
@@ -76,12 +78,61 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_damaged_file_and_a_wrong_shape_are_named(folder: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:1000])
-    with pytest.raises(ModelNotAvailable, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelNotAvailable, match=r"model\.safetensors cannot be read"):
         load(folder)
     (folder / "model.safetensors").write_bytes(weights)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
     with pytest.raises(UnsupportedModel, match=r"gate_proj\.weight has the shape \(96, 64\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (319, 64)),
+        ("model.norm.weight", (63,)),
+        ("model.layers.1.input_layernorm.weight", (65,)),
+    ],
+)
+def test_no_tensor_is_shorter_than_what_the_kernels_read(
+    folder: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(shape)}, file)
+    with pytest.raises(UnsupportedModel, match=re.escape(f"{name} has the shape {shape}")):
+        load(folder)
+
+
+def test_quantized_weights_are_refused_by_name(folder: Path) -> None:
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(UnsupportedModel, match=r"up_proj\.weight is of torch\.float8_e4m3fn"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("config.json", "[]", r"config\.json says"),
+        ("config.json", "\xff", r"config\.json is not valid JSON"),
+        ("model.safetensors.index.json", "{}", r"index\.json is not an index"),
+    ],
+)
+def test_a_file_that_says_something_else_is_one_sentence(
+    folder: Path, file: str, text: str, named: str
+) -> None:
+    (folder / file).write_text(text, encoding="latin-1")
+    with pytest.raises(ModelNotAvailable, match=named):
+        load(folder)
+
+
+def test_a_rope_without_its_factor_is_one_sentence(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="factor"):
         load(folder)
 
 
