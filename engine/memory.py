@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from engine.host_memory import available_ram
 from engine.kv_cache import kv_block_bytes
 from engine.model.adapter_weights import pages_of_rank
 from engine.model.config import ModelConfig
@@ -78,8 +77,8 @@ def plan_memory(
     if num_blocks < needed_blocks:
         raise NotEnoughMemory(
             f"The KV cache would hold {max(0, num_blocks) * BLOCK_SIZE} tokens, less than one request of "
-            f"{config.max_model_len}, which needs {needed_blocks * block_bytes} bytes; lower --max-model-len "
-            "or raise --kv-cache-memory-bytes or --gpu-memory-utilization."
+            f"{config.max_model_len}, which needs {needed_blocks} blocks or {needed_blocks * block_bytes} "
+            f"bytes; lower --max-model-len or raise {_flag_of_blocks(limits)}."
         )
     _log.info(
         "KV cache: %d blocks of %d tokens, %d tokens in all (%.2f GiB); adapters: %d rank pages (%.2f GiB), "
@@ -96,15 +95,22 @@ def plan_memory(
     return MemoryPlan(num_blocks, num_pages)
 
 
+def _flag_of_blocks(limits: MemoryLimits) -> str:
+    """The flag that has decided how many blocks there are, or could."""
+    if limits.num_gpu_blocks_override is not None:
+        return "--num-gpu-blocks-override"
+    if limits.kv_cache_memory_bytes is not None:
+        return "--kv-cache-memory-bytes"
+    return "--kv-cache-memory-bytes or --gpu-memory-utilization"
+
+
 def _memory_left(config: ModelConfig, dtype: torch.dtype, device: torch.device, limits: MemoryLimits) -> int:
     """Bytes for KV and adapters together."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * limits.gpu_memory_utilization) - (total - free)
         return allowed - _step_bytes(config, dtype, limits)
-    return min(
-        _CPU_KV_BYTES + limits.lora_memory_bytes, int(_available_ram() * limits.gpu_memory_utilization)
-    )
+    return min(_CPU_KV_BYTES + limits.lora_memory_bytes, int(available_ram() * limits.gpu_memory_utilization))
 
 
 def _step_bytes(config: ModelConfig, dtype: torch.dtype, limits: MemoryLimits) -> int:
@@ -114,9 +120,3 @@ def _step_bytes(config: ModelConfig, dtype: torch.dtype, limits: MemoryLimits) -
     # Sampling sorts float32 logits: values and int64 indices, twice over.
     logits = limits.max_num_seqs * config.vocab_size * 2 * (torch.float32.itemsize + torch.int64.itemsize)
     return activations + logits
-
-
-def _available_ram() -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert match is not None, "Linux states MemAvailable"
-    return int(match.group(1)) * 1024

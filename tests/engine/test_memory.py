@@ -67,9 +67,9 @@ def test_flags_decide_in_order(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_cpu_default_is_a_gibibyte_or_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     block = kv_block_bytes(CONFIG, torch.float32)
-    monkeypatch.setattr(memory, "_available_ram", lambda: 64 * GIB)
+    monkeypatch.setattr(memory, "available_ram", lambda: 64 * GIB)
     assert plan_memory(CONFIG, torch.float32, CPU, LIMITS).num_blocks * block == pytest.approx(GIB, rel=0.01)
-    monkeypatch.setattr(memory, "_available_ram", lambda: GIB // 2)
+    monkeypatch.setattr(memory, "available_ram", lambda: GIB // 2)
     blocks = plan_memory(CONFIG, torch.float32, CPU, LIMITS).num_blocks
     assert blocks * block == pytest.approx(0.9 * GIB / 2 - LIMITS.lora_memory_bytes, rel=0.01)
 
@@ -87,7 +87,7 @@ def test_gpu_takes_its_share_less_what_is_used(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"lora_memory_bytes": 1000}, "--lora-memory-bytes"),
         ({"kv_cache_memory_bytes": 1000}, "--max-model-len"),
-        ({"num_gpu_blocks_override": 3}, "48 tokens"),
+        ({"num_gpu_blocks_override": 3}, "48 tokens.*or raise --num-gpu-blocks-override"),
     ],
 )
 def test_too_little_names_the_flag(changes: dict[str, int], named: str) -> None:
