@@ -139,6 +139,12 @@ class _Layout:
     def __init__(self, config: LoraConfig, shape: BaseModelShape) -> None:
         self._config = config
         self.shape = shape
+        unplaced = sorted(shape.modules.keys() - _PARENTS.keys())
+        if unplaced:
+            raise InvalidAdapter(
+                f"The base model has linear layers ({listed(unplaced)}) that adapters cannot be laid against "
+                "here; only models of the Llama family can have them."
+            )
         budget = Budget()
         self._ranks = [(Pattern(text, budget), rank) for text, rank in config.rank_pattern]
         self._alphas = [(Pattern(text, budget), alpha) for text, alpha in config.alpha_pattern]
@@ -205,19 +211,19 @@ class _Selection:
     """PEFT's rule for which modules an adapter is on (its `check_target_module_exists`)."""
 
     def __init__(self, config: LoraConfig, budget: Budget) -> None:
-        self._config = config
         self._targets = _Matcher(config.target_modules, budget, all_linear=True)
         self._excludes = _Matcher(config.exclude_modules, budget)
         patterns = [Pattern(text, budget) for text in config.layers_pattern]
+        self._layers = None if config.layers_to_transform is None else frozenset(config.layers_to_transform)
+        self._full_names = frozenset(config.target_modules) if self._layers is not None else frozenset()
         self._layers_named = not patterns or any(pattern.matches_suffix(_BLOCKS) for pattern in patterns)
 
     def __call__(self, path: str, layer: int) -> bool:
         if self._excludes(path) or not self._targets(path):
             return False
-        layers = self._config.layers_to_transform
-        if layers is None or path in self._config.target_modules:  # a full name is taken whatever its layer
+        if self._layers is None or path in self._full_names:  # a full name is taken whatever its layer
             return True
-        return self._layers_named and layer in layers
+        return self._layers_named and layer in self._layers
 
 
 class _Matcher:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from adapters.errors import InvalidAdapter, shown
 from adapters.identity import DigestPart, digest_of
 from adapters.peft_config import MAX_CONFIG_BYTES
@@ -39,7 +37,8 @@ _PIECE_BYTES = 1024 * 1024
 class _FloatBits:
     """Where the parts of a float lie in its bits."""
 
-    view: type[np.unsignedinteger]
+    view: str
+    """numpy's name of the unsigned integer of this size."""
     exponent: int
     """All of these bits set: Inf or NaN."""
     magnitude: int
@@ -47,9 +46,9 @@ class _FloatBits:
 
 
 _FLOAT_BITS = {
-    "F32": _FloatBits(np.uint32, 0x7F800000, 0x7FFFFFFF),
-    "F16": _FloatBits(np.uint16, 0x7C00, 0x7FFF),
-    "BF16": _FloatBits(np.uint16, 0x7F80, 0x7FFF),
+    "F32": _FloatBits("<u4", 0x7F800000, 0x7FFFFFFF),
+    "F16": _FloatBits("<u2", 0x7C00, 0x7FFF),
+    "BF16": _FloatBits("<u2", 0x7F80, 0x7FFF),
 }
 
 
@@ -148,6 +147,8 @@ def _read_weights(path: Path, tensors: Sequence[LoraTensor]) -> tuple[bytes, set
 
 def _checked_pieces(descriptor: int, tensor: LoraTensor, nonzero: set[str]) -> Iterator[memoryview]:
     """A tensor's bytes, each piece valid until the next; notes it in `nonzero` unless all zero."""
+    import numpy as np  # here, since every gateway imports this module, and should start quickly
+
     bits = _FLOAT_BITS[tensor.dtype]
     buffer = memoryview(bytearray(min(_PIECE_BYTES, tensor.nbytes)))
     done = 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 import orjson
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway import tasks
 from gateway.errors import ApiError, unavailable
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,7 @@ class DisconnectWatch:
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await tasks.cancel(self._task)
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -83,6 +83,7 @@ async def _serve(settings: GatewaySettings) -> None:
             port=settings.port,
             log_config=None,
             access_log=False,
+            ws="none",
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )

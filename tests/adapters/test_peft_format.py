@@ -14,7 +14,15 @@ from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.errors import InvalidAdapter
-from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, LoraTensor, map_tensors, parse_config, read_header
+from adapters.peft_format import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    BaseModelShape,
+    LoraTensor,
+    map_tensors,
+    parse_config,
+    read_header,
+)
 from tests.adapters.files import (
     RANK,
     SHAPE,
@@ -272,3 +280,11 @@ def test_two_adapters_in_one_file(tmp_path: Path) -> None:
 def test_a_pattern_that_costs_too_much(tmp_path: Path) -> None:
     error = fault_of(tmp_path, tensors(), rank_pattern={f"(?:.?){{200}}x{i}": 2 for i in range(4000)})
     assert "too costly" in error.message
+
+
+def test_a_base_model_whose_layers_have_unknown_names(tmp_path: Path) -> None:
+    shape = BaseModelShape(SHAPE.num_layers, {**SHAPE.modules, "qkv_proj": (32, 96)}, SHAPE.max_lora_rank)
+    write_adapter(tmp_path)
+    parsed, header = parse_config((tmp_path / CONFIG_FILE).read_bytes()), read_header(tmp_path / WEIGHTS_FILE)
+    with pytest.raises(InvalidAdapter, match="'qkv_proj'"):
+        map_tensors(parsed, header, shape)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 _REPORT = """
 import resource, sys
 import gateway.app
-forbidden = {'torch', 'transformers', 'peft', 'triton', 'kernels', 'engine'}
+forbidden = {'torch', 'transformers', 'peft', 'triton', 'kernels', 'engine', 'numpy', 'httpx'}
 heavy = sorted({name.partition('.')[0] for name in sys.modules} & forbidden)
 usage = resource.getrusage(resource.RUSAGE_SELF)
 print(','.join(heavy), usage.ru_utime + usage.ru_stime)
