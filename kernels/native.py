@@ -29,6 +29,8 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-Wno-psabi"),
     *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
 )
+_PROCESSOR = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+"""Starts of the lines of /proc/cpuinfo that say what code runs here, on x86-64 and on ARM."""
 _ELEMENTS = {torch.float32: "0", torch.bfloat16: "1"}
 
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -57,7 +59,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         _warn_once("there is no C compiler (install gcc)")
         return None
     try:
-        return _open_or_build(compiler, dtype, default_cache_folder())
+        return _open_or_build(compiler, dtype)
     except subprocess.CalledProcessError as error:
         _warn_once(f"{compiler} failed: {error.stderr.decode(errors='replace').strip()[-500:]}")
     except OSError as error:
@@ -71,24 +73,44 @@ def _warn_once(reason: str) -> None:
 
 
 def default_cache_folder() -> Path:
-    """Where built libraries are kept: ``$XDG_CACHE_HOME/loraplex``, by default ``~/.cache/loraplex``."""
+    """Where built libraries are kept: ``$XDG_CACHE_HOME/loraplex``, by default ``~/.cache/loraplex``.
+
+    Raises:
+        OSError: this user has no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "loraplex"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "loraplex"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
-def _open_or_build(compiler: str, dtype: torch.dtype, cache: Path) -> ctypes.CDLL:
+def _open_or_build(compiler: str, dtype: torch.dtype) -> ctypes.CDLL:
     name = f"cpu-{str(dtype).removeprefix('torch.')}-{_fingerprint(compiler)}.so"
-    target = cache / name
-    if not target.exists():
-        try:
-            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _build(compiler, dtype, target)
-        except PermissionError:
-            # A read-only home: build for this process alone. The mapping outlives the file.
-            with tempfile.TemporaryDirectory(prefix="loraplex-kernels-") as folder:
-                _build(compiler, dtype, Path(folder) / name)
-                return _open(Path(folder) / name)
-    return _open(target)
+    try:
+        cache = default_cache_folder()
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_trusted(cache)
+        if not (cache / name).exists():
+            _build(compiler, dtype, cache / name)
+        return _open(cache / name)
+    except OSError as error:
+        # No home, a read-only or full one, a damaged library: build for this process alone.
+        logger.info("CPU kernels are built anew at each start: %s", error)
+    with tempfile.TemporaryDirectory(prefix="loraplex-kernels-") as folder:
+        _build(compiler, dtype, Path(folder) / name)
+        return _open(Path(folder) / name)  # the mapping outlives the file
+
+
+def _check_trusted(folder: Path) -> None:
+    """What lies in the cache is run, so nobody else may have put it there.
+
+    Raises:
+        PermissionError: others own the folder or may write to it.
+    """
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+        raise PermissionError(f"others may write to {folder}; chmod go-w it")
 
 
 def _fingerprint(compiler: str) -> str:
@@ -100,7 +122,7 @@ def _fingerprint(compiler: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    digest.update(repr(sorted({line for line in lines if line.startswith(("model name", "flags"))})).encode())
+    digest.update(repr(sorted({line for line in lines if line.startswith(_PROCESSOR)})).encode())
     return digest.hexdigest()[:16]
 
 

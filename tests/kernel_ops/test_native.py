@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -73,14 +75,15 @@ def test_a_compiler_that_fails_is_quoted(
 
 def test_processes_that_build_at_the_same_time_share_one_whole_library(tmp_path: Path) -> None:
     script = (
-        "import sys, torch; from pathlib import Path; from kernels import native\n"
-        "kernels = native._open_or_build(sys.argv[1], torch.float32, Path(sys.argv[2]))\n"
+        "import sys, torch; from kernels import native\n"
+        "kernels = native._open_or_build(sys.argv[1], torch.float32)\n"
         "assert kernels.rms_norm.argtypes"
     )
-    command = [sys.executable, "-c", script, GCC, str(tmp_path / "cache")]
-    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", script, GCC]
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environment) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "loraplex").iterdir())) == 1
 
 
 def test_a_library_is_kept_and_a_changed_source_makes_another(
@@ -100,11 +103,35 @@ def test_where_the_cache_cannot_be_written_the_process_builds_for_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
-        raise PermissionError(f"{self} is read-only")
+        raise OSError(errno.EROFS, "Read-only file system")
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert native._open_or_build(GCC, torch.float32, tmp_path / "cache").rms_norm.argtypes
+    assert native._open_or_build(GCC, torch.float32).rms_norm.argtypes
     assert not list(tmp_path.iterdir())
+
+
+def test_a_user_without_a_home_builds_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert native._open_or_build(GCC, torch.float32).rms_norm.argtypes
+
+
+@pytest.mark.parametrize("fault", ["writable by others", "damaged"])
+def test_a_library_that_is_not_to_be_trusted_is_not_run(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = tmp_path / "loraplex"
+    cache.mkdir()
+    planted = cache / f"cpu-float32-{native._fingerprint(GCC)}.so"
+    planted.write_bytes(b"\x7fELF, and then nothing")
+    cache.chmod(0o777 if fault == "writable by others" else 0o700)
+    assert native._open_or_build(GCC, torch.float32).rms_norm.argtypes
+    assert planted.read_bytes().endswith(b"nothing")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +154,8 @@ def test_the_code_for_lesser_processors_is_right_too(
     if target == "x86-64-v4" and "avx512f" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor lacks AVX-512")
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, f"-march={target}"))
-    kernels = native._open_or_build(GCC, dtype, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels = native._open_or_build(GCC, dtype)
     monkeypatch.setattr(native, "library", lambda dtype: kernels)
 
     def close(got: torch.Tensor, expected: torch.Tensor) -> None:
