@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -36,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from engine.process import serve
     from engine.server import CannotListen
 
+    # Until the server takes signals, SIGTERM is as Ctrl-C, so that half-built kernels are cleared away.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return asyncio.run(serve(assemble(settings), settings, started=started))
-    except (ModelNotAvailable, NotEnoughMemory, CannotListen, ValueError) as error:
+    except (ModelNotAvailable, NotEnoughMemory, CannotListen, OSError, ValueError) as error:
         logger.error("%s", error)
         return 1
     except KeyboardInterrupt:

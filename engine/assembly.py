@@ -13,7 +13,7 @@ from adapters.blob_store import BlobStore
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.loop import EngineLoop
-from engine.memory import MemoryLimits, MemoryPlan, plan_memory
+from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
 from engine.model.adapter_weights import HostAdapter, read_adapter
 from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
@@ -39,23 +39,20 @@ def assemble(settings: EngineSettings) -> Core:
     """Loads the model and allocates everything that the engine will ever hold on the device.
 
     Raises:
-        ModelNotAvailable, NotEnoughMemory, ValueError: with one sentence that says what to change.
+        ModelNotAvailable, NotEnoughMemory, OSError, ValueError: with one sentence that says what to change.
     """
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no usable GPU here; use --device cpu")
     limits = SchedulerLimits(settings.max_num_seqs, settings.step_tokens(device), settings.max_num_waiting)
     model = load_model(
         settings.model, dtype=settings.dtype, device=device, max_model_len=settings.max_model_len
     )
     memory = _plan_memory(settings, model, limits)
     store = BlobStore(settings.store)
-    runner = Runner(
-        model,
-        num_blocks=memory.num_blocks,
-        num_rank_pages=memory.num_rank_pages,
-        max_lora_rank=settings.max_lora_rank,
-    )
+    runner = _make_runner(settings, model, memory)
     runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
     if model.device.type == "cuda" and not settings.enforce_eager:
         runner.capture_graphs(max_num_seqs=limits.max_num_seqs)
@@ -76,6 +73,22 @@ def assemble(settings: EngineSettings) -> Core:
         model_info=_model_info(settings, model, memory),
         tokenizer_files=model.tokenizer_files,
     )
+
+
+def _make_runner(settings: EngineSettings, model: LoadedModel, memory: MemoryPlan) -> Runner:
+    try:
+        return Runner(
+            model,
+            num_blocks=memory.num_blocks,
+            num_rank_pages=memory.num_rank_pages,
+            max_lora_rank=settings.max_lora_rank,
+        )
+    except RuntimeError as error:  # what torch raises on every device when there is no memory
+        raise NotEnoughMemory(
+            f"The device refuses {memory.num_blocks} KV blocks and {memory.num_rank_pages} rank pages "
+            f"({str(error).splitlines()[0]}); lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
+            "--lora-memory-bytes."
+        ) from error
 
 
 def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: SchedulerLimits) -> MemoryPlan:

@@ -146,8 +146,10 @@ class EngineLoop:
                     self._wait()
         except Exception:
             logger.exception("the engine's loop cannot go on")
-            self._tell(deliver)
-            on_fatal()
+            try:
+                self._tell(deliver)
+            finally:
+                on_fatal()
 
     def _tell(self, deliver: Deliver) -> None:
         outputs = self._scheduler.take_outputs()

@@ -89,11 +89,7 @@ class EngineSettings(BaseSettings):
         4096, "scheduling", "Most sequences that wait; one tenant, half as many. More are refused.", ge=1
     )
     enable_prefix_caching: bool = _field(True, "scheduling", "Reuse the KV of prompts that begin alike.")
-    enforce_eager: bool = _field(
-        False,
-        "scheduling",
-        "No effect: CUDA graphs are never captured. Taken so that vLLM's command lines work.",
-    )
+    enforce_eager: bool = _field(False, "scheduling", "Do not capture CUDA graphs.")
 
     block_size: Literal[16] = _field(16, "memory", "Tokens in a KV block; the kernels are made for 16.")
     gpu_memory_utilization: float = _field(

@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from redis import Redis
 
+from engine import assembly
+from engine.__main__ import main
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc as pb_grpc
 
@@ -152,3 +156,42 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     with engine(tmp_path / "nowhere", tmp_path) as process:
         assert process.wait() == 1
         assert len(process.lines) == 1 and "nowhere" in process.lines[0] and "ERROR" in process.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--kv-cache-memory-bytes", "200TiB"], "lower --kv-cache-memory-bytes"),
+        (["--store", "/proc/store"], "/proc/store"),
+        (["--device", "cuda"], "--device cuda"),
+    ],
+)
+def test_what_cannot_be_had_is_one_clear_line(
+    model: Path, tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with engine(model, tmp_path, *arguments) as process:
+        assert process.wait() == 1
+    assert named in process.lines[-1] and "ERROR" in process.lines[-1]
+    assert not any("Traceback" in line for line in process.lines), "".join(process.lines)
+
+
+def test_a_signal_while_the_model_loads_ends_the_process_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned = False
+
+    def load(settings: object) -> None:
+        nonlocal cleaned
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned = True
+
+    monkeypatch.setattr(assembly, "assemble", load)
+    before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
+    try:
+        assert main(["--model", "any"]) == 0 and cleaned
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        sys.setswitchinterval(interval)
