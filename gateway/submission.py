@@ -29,8 +29,12 @@ def build_submits(
     """Returns a Submit per prompt, complete but for the request id.
 
     `max_tokens` None: as many as the model's length leaves. Raises ApiError 400 for a prompt that does not
-    fit, or a token that does not exist.
+    fit, a token that does not exist, or more choices than an engine runs.
     """
+    count = fields.n or 1
+    if 0 < model.info.max_num_seqs < count:
+        message = f"'n' is {count}, but the engine runs at most {model.info.max_num_seqs} choices at once."
+        raise invalid_request(message, param="n")
     sampling = _sampling(fields, model.info, logprobs)
     stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
     _check_tokens(stop_tokens, model.info, "stop_token_ids")
@@ -44,7 +48,7 @@ def build_submits(
                 f"'min_tokens' is {fields.min_tokens}, but at most {limit} tokens can be generated.",
                 param="min_tokens",
             )
-        choices = range(index * (fields.n or 1), (index + 1) * (fields.n or 1))
+        choices = range(index * count, (index + 1) * count)
         submits.append(
             Submit(
                 prompt_tokens=prompt,

@@ -19,7 +19,7 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(require("admin"))], ta
 
 TenantId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Weight = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 _TEN_YEARS_S = 10 * 365 * 86_400
 
 

@@ -5,7 +5,9 @@ chunks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -13,9 +15,12 @@ from fastapi import Request, Response
 
 from gateway.errors import unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.resolve import ResolvedModel
+from gateway.schemas.generation import GenerationFields
+from gateway.services import Services
 from gateway.sse import STOPPING, DisconnectWatch, EventStream
 from gateway.tokenizer import ModelTokenizer
-from protos.engine_pb2 import ModelInfo
+from protos.engine_pb2 import Submit
 
 _LEAST_LOGPROB = -9999.0
 
@@ -38,6 +43,37 @@ class AnswerFormat(Protocol):
     def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed; `pieces[i]` are those of choice i."""
         ...
+
+
+async def generate(
+    request: Request,
+    body: GenerationFields,
+    form: AnswerFormat,
+    submits: Sequence[Submit],
+    *,
+    model: ResolvedModel,
+    route: str,
+) -> Response:
+    """Runs the submits of a body and answers in its form. Raises as `answer`; `route` is for the metrics."""
+    services: Services = request.app.state.services
+    generation = Generation(
+        services.engines.open(submits, model_digest=model.info.digest),
+        submits,
+        info=model.info,
+        tokenizer=services.tokenizers.get(model.info.digest),
+        stops=body.stop_strings,
+        metrics=services.metrics,
+        route=route,
+    )
+    choices = sum(len(submit.seeds) for submit in submits)
+    return await answer(
+        request,
+        generation,
+        form,
+        choices=choices,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+    )
 
 
 async def answer(
@@ -88,9 +124,17 @@ async def _events(generation: Generation, form: AnswerFormat, include_usage: boo
             yield form.usage_chunk(generation.usage)
 
 
-def fingerprint(info: ModelInfo) -> str:
-    """Returns OpenAI's `system_fingerprint`: the same seed gives the same answer while it stays the same."""
-    return f"fp_{info.digest.hex()[:12]}"
+def head(prefix: str, kind: str, model: ResolvedModel) -> dict[str, Any]:
+    """Returns what an answer and all chunks of it begin with. The same seed gives the same answer while
+    `system_fingerprint` stays the same.
+    """
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model.served_name,
+        "system_fingerprint": f"fp_{model.info.digest.hex()[:12]}",
+    }
 
 
 def finish_reason_of(pieces: list[Piece]) -> str | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.api.answer import answer, fingerprint, finish_reason_of, finite, token_text, tokens_of
+from gateway.api.answer import finish_reason_of, finite, generate, head, token_text, tokens_of
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
-from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.generation import Piece, TokenInfo, Usage
 from gateway.prompts import chat_prompt
+from gateway.resolve import ResolvedModel
 from gateway.schemas.chat import ChatRequest
 from gateway.services import Services
 from gateway.sse import event
@@ -37,27 +36,10 @@ async def create_chat_completion(
     submits = build_submits(
         body, [prompt], model=model, caller=caller, max_tokens=body.token_limit, logprobs=body.wanted_logprobs
     )
-    generation = Generation(
-        services.engines.open(submits, model_digest=model.info.digest),
-        submits,
-        info=model.info,
-        tokenizer=tokenizer,
-        stops=body.stop_strings,
-        metrics=services.metrics,
-        route="chat",
-    )
     form = ChatFormat(
-        model.served_name, fingerprint(model.info), body.n or 1, tokenizer, logprobs=bool(body.logprobs),
-        include_usage=body.include_usage,
-    )  # fmt: skip
-    return await answer(
-        request,
-        generation,
-        form,
-        choices=body.n or 1,
-        stream=bool(body.stream),
-        include_usage=body.include_usage,
+        model, body.n or 1, tokenizer, logprobs=bool(body.logprobs), include_usage=body.include_usage
     )
+    return await generate(request, body, form, submits, model=model, route="chat")
 
 
 class ChatFormat:
@@ -65,21 +47,14 @@ class ChatFormat:
 
     def __init__(
         self,
-        model: str,
-        system_fingerprint: str,
+        model: ResolvedModel,
         choices: int,
         tokenizer: ModelTokenizer,
         *,
         logprobs: bool,
         include_usage: bool,
     ) -> None:
-        self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": system_fingerprint,
-        }
+        self._head = head("chatcmpl", "chat.completion", model)
         self._chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._choices = choices
         self._tokenizer = tokenizer
@@ -94,8 +69,8 @@ class ChatFormat:
         )
 
     def _text_chunk_start(self, index: int) -> bytes:
-        head = orjson.dumps(self._chunk_head)[:-1]
-        return b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (head, index)
+        start = orjson.dumps(self._chunk_head)[:-1]
+        return b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (start, index)
 
     def opening(self) -> bytes:
         """See AnswerFormat: the role, for each choice."""

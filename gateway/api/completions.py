@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.api.answer import answer, fingerprint, finish_reason_of, finite, token_text, tokens_of
+from gateway.api.answer import finish_reason_of, finite, generate, head, token_text, tokens_of
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
-from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.generation import Piece, TokenInfo, Usage
 from gateway.prompts import completion_prompts
+from gateway.resolve import ResolvedModel
 from gateway.schemas.completion import DEFAULT_MAX_TOKENS, CompletionRequest
 from gateway.services import Services
 from gateway.sse import event
@@ -36,23 +35,11 @@ async def create_completion(
     submits = build_submits(
         body, prompts, model=model, caller=caller, max_tokens=_limit_of(body), logprobs=body.logprobs
     )
-    generation = Generation(
-        services.engines.open(submits, model_digest=model.info.digest),
-        submits,
-        info=model.info,
-        tokenizer=tokenizer,
-        stops=body.stop_strings,
-        metrics=services.metrics,
-        route="completions",
-    )
     choices = len(prompts) * (body.n or 1)
     form = CompletionFormat(
-        model.served_name, fingerprint(model.info), choices, tokenizer, logprobs=body.logprobs is not None,
-        include_usage=body.include_usage,
-    )  # fmt: skip
-    return await answer(
-        request, generation, form, choices=choices, stream=bool(body.stream), include_usage=body.include_usage
+        model, choices, tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
     )
+    return await generate(request, body, form, submits, model=model, route="completions")
 
 
 def _limit_of(body: CompletionRequest) -> int:
@@ -65,28 +52,21 @@ class CompletionFormat:
 
     def __init__(
         self,
-        model: str,
-        system_fingerprint: str,
+        model: ResolvedModel,
         choices: int,
         tokenizer: ModelTokenizer,
         *,
         logprobs: bool,
         include_usage: bool,
     ) -> None:
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": system_fingerprint,
-        }
+        self._head = head("cmpl", "text_completion", model)
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         # A stream that ends with usage says `null` before. The text is put between two parts made once.
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
-        head = orjson.dumps(self._head)[:-1]
+        start = orjson.dumps(self._head)[:-1]
         self._before = [
-            b'data: %b,"choices":[{"index":%d,"text":' % (head, index) for index in range(choices)
+            b'data: %b,"choices":[{"index":%d,"text":' % (start, index) for index in range(choices)
         ]
         self._after = (
             b',"logprobs":null,"finish_reason":null}]'

@@ -93,6 +93,7 @@ class FakeEngine(EngineServicer):
     redis_url: str | None = None
     step_s: float = 0.001
     max_model_len: int = 2048
+    max_num_seqs: int = 256
     model: str = MODEL
     digest: bytes = b"\x11" * 32
     residency: dict[str, str] = field(default_factory=dict)
@@ -135,6 +136,7 @@ class FakeEngine(EngineServicer):
         return pb.ModelInfo(
             name=self.model, digest=self.digest, architecture="LlamaForCausalLM", vocab_size=VOCAB_SIZE,
             max_model_len=self.max_model_len, num_layers=2, eos_token_ids=[EOS], max_lora_rank=64,
+            max_num_seqs=self.max_num_seqs,
             modules=[pb.LinearModule(name="q_proj", in_features=8, out_features=8)],
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -458,6 +459,20 @@ def test_half_a_surrogate_pair_is_no_text(local_stack: LocalStack, key: str, fie
     body = b'{"model":"%b",%b}' % (MODEL.encode(), fields)
     answer = httpx.post(f"{local_stack.url}{CHAT}", content=body, headers={"authorization": f"Bearer {key}"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_more_choices_than_an_engine_runs_are_refused(valkey_url: str, tmp_path: Path) -> None:
+    stack = LocalStack(valkey_url, tmp_path / "store", [FakeEngine("engine-1", valkey_url, max_num_seqs=4)])
+    stack.start()
+    try:
+        stack.wait_ready()
+        client = stack.client(stack.add_tenant("acme"))
+        assert len(client.completions.create(model=MODEL, prompt="x", n=4, max_tokens=1).choices) == 4
+        with pytest.raises(openai.BadRequestError, match="at most 4 choices") as caught:
+            client.completions.create(model=MODEL, prompt="x", n=5)
+        assert caught.value.param == "n"
+    finally:
+        stack.stop()
 
 
 def test_an_unknown_field_is_named_whatever_its_name(local_stack: LocalStack, key: str) -> None:
