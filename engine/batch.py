@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan
 
 
 def build_forward_batch(
-    rows: Sequence[StepRow], device: torch.device, *, min_page_columns: int = 0
+    rows: Sequence[StepRow], device: torch.device, *, page_widths: Sequence[int] = ()
 ) -> ForwardBatch:
     """Lay out a step's rows as one flat batch of tokens, in their order.
 
-    ``min_page_columns`` widens the table of rank pages, since kernels may be compiled for its width.
+    The table of rank pages is padded to the least of ``page_widths`` that holds it, if there is one: kernels
+    may be compiled for its width.
 
     ::
 
@@ -35,7 +36,7 @@ def build_forward_batch(
     return ForwardBatch(
         tokens=_tensor(np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]), device),
         attention=_attention_plan(rows, starts, owners, positions, first_positions + lengths, device),
-        lora=_lora_plan(rows, starts, device, min_page_columns),
+        lora=_lora_plan(rows, starts, device, page_widths),
         output_rows=_tensor(starts[1:][sampled] - 1, device),
     )
 
@@ -63,7 +64,7 @@ def _attention_plan(
 
 
 def _lora_plan(
-    rows: Sequence[StepRow], starts: np.ndarray, device: torch.device, min_page_columns: int
+    rows: Sequence[StepRow], starts: np.ndarray, device: torch.device, page_widths: Sequence[int]
 ) -> LoraPlan:
     """Group the tokens that an adapter applies to by adapter, in order of first appearance."""
     adapters: dict[int, StepAdapter] = {}
@@ -83,13 +84,20 @@ def _lora_plan(
         rows=_tensor(flat, device),
         segment_starts=_tensor(segment_starts, device),
         segment_pages=_tensor(
-            _padded([adapter.pages for adapter in adapters.values()], min_page_columns), device
+            _padded([adapter.pages for adapter in adapters.values()], page_width(adapters, page_widths)),
+            device,
         ),
         segment_ranks=_tensor(np.array([adapter.rank for adapter in adapters.values()], np.int32), device),
         num_rows=len(flat),
         num_segments=len(segments),
         max_segment_rows=max(sizes, default=0),
     )
+
+
+def page_width(adapters: Mapping[int, StepAdapter], widths: Sequence[int]) -> int:
+    """The least of the ascending ``widths`` that holds each adapter's pages; if none does, what they need."""
+    needed = max((len(adapter.pages) for adapter in adapters.values()), default=0)
+    return next((width for width in widths if width >= needed), needed)
 
 
 def _padded(lists: Sequence[Sequence[int]], min_width: int = 0) -> np.ndarray:

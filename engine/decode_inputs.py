@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from engine.batch import page_width
 from engine.model.llama import ForwardBatch
 from engine.step import StepAdapter, StepRow
 from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan
@@ -26,13 +27,17 @@ class DecodeInputs:
 
     Args:
         max_context_len: tokens of the longest context; gives the width of the block tables.
-        max_pages: rank pages of the widest adapter; 0 leaves no room for any.
+        page_widths: ascending; how many columns the table of rank pages may have. Each step has the least
+            that holds its widest adapter. None leaves no room for adapters.
     """
 
-    def __init__(self, *, max_rows: int, max_context_len: int, max_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_rows: int, max_context_len: int, page_widths: Sequence[int], device: torch.device
+    ) -> None:
         self._max_rows = max_rows
         self._max_context_len = max_context_len
-        self._max_pages = max_pages
+        self._page_widths = page_widths
+        self._max_pages = max(page_widths, default=0)
         self._packed = _PackedArrays(
             {
                 "tokens": ((max_rows,), np.int64),
@@ -42,12 +47,11 @@ class DecodeInputs:
                 "lora_rows": ((max_rows,), np.int32),
                 "segment_starts": ((max_rows + 1,), np.int32),
                 "segment_ranks": ((max_rows,), np.int32),
-                "segment_pages": ((max_rows, max_pages), np.int32),
+                **{f"segment_pages_{width}": ((max_rows, width), np.int32) for width in (0, *page_widths)},
             },
             device,
         )
-        max_blocks = -(-max_context_len // BLOCK_SIZE)
-        self._block_tables = torch.full((max_rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._block_tables = _BlockTables(max_rows, -(-max_context_len // BLOCK_SIZE), device)
         self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._output_rows = torch.arange(max_rows, device=device)
         self.write(())
@@ -63,8 +67,8 @@ class DecodeInputs:
                 return False
         return True
 
-    def write(self, rows: Sequence[StepRow]) -> bool:
-        """Put a step that `fits` into the buffers. Returns whether an adapter applies to any of its rows."""
+    def write(self, rows: Sequence[StepRow]) -> int:
+        """Put a step that `fits` into the buffers. Returns its page width: 0 if it has no adapters."""
         host, arrays = self._packed.host_copy()
         positions = _column([row.start for row in rows], np.int64)
         blocks = _column([row.block_ids[row.start // BLOCK_SIZE] for row in rows], np.int64)
@@ -72,20 +76,21 @@ class DecodeInputs:
         _fill(arrays["positions"], positions, padding=0)
         _fill(arrays["slots"], blocks * BLOCK_SIZE + positions % BLOCK_SIZE, padding=-1)
         _fill(arrays["context_lens"], positions + 1, padding=0)
-        has_lora = _group_by_adapter(rows, arrays)
+        width = _group_by_adapter(rows, arrays, self._page_widths)
         self._packed.device_copy_from(host)
-        self._write_block_tables(rows)
-        return has_lora
+        self._block_tables.write([row.block_ids for row in rows])
+        return width
 
-    def batch(self, size: int, *, with_lora: bool) -> ForwardBatch:
+    def batch(self, size: int, *, page_width: int) -> ForwardBatch:
         """The first ``size`` rows of the buffers, for launches that fit whatever is written there."""
         tensors = self._packed.tensors
+        num_lora_rows = size if page_width else 0
         return ForwardBatch(
             tokens=tensors["tokens"][:size],
             attention=AttentionPlan(
                 query_starts=self._query_starts[: size + 1],
                 context_lens=tensors["context_lens"][:size],
-                block_tables=self._block_tables[:size],
+                block_tables=self._block_tables.device[:size],
                 slots=tensors["slots"][:size],
                 positions=tensors["positions"][:size],
                 max_query_len=1,
@@ -94,29 +99,47 @@ class DecodeInputs:
             lora=LoraPlan(
                 rows=tensors["lora_rows"][:size],
                 segment_starts=tensors["segment_starts"][: size + 1],
-                segment_pages=tensors["segment_pages"][:size],
+                segment_pages=tensors[f"segment_pages_{page_width}"][:size],
                 segment_ranks=tensors["segment_ranks"][:size],
-                num_rows=size if with_lora else 0,
-                num_segments=size if with_lora else 0,
-                max_segment_rows=size if with_lora else 0,
+                num_rows=num_lora_rows,
+                num_segments=num_lora_rows,
+                max_segment_rows=num_lora_rows,
             ),
             output_rows=self._output_rows[:size],
         )
 
-    def _write_block_tables(self, rows: Sequence[StepRow]) -> None:
-        """Only as many columns as the step has: nothing beyond a row's own context is ever read."""
-        if not rows:
+
+class _BlockTables:
+    """The block tables of a step's rows, of which only what has changed is read again.
+
+    A table is only ever appended to. So one that was in the same row the step before, and is no longer now,
+    is there already; reading ten thousand block ids again would take a tenth of a step.
+    """
+
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.device = torch.full((max_rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._host = np.full((max_rows, max_blocks), -1, np.int32)
+        self._tables: list[Sequence[int]] = [()] * max_rows
+        self._lengths = [0] * max_rows
+
+    def write(self, tables: Sequence[Sequence[int]]) -> None:
+        """Only as many columns as there are now: nothing beyond a row's own context is ever read."""
+        if not tables:
             return
-        widths = _column([len(row.block_ids) for row in rows], np.int64)
-        flat = np.fromiter(chain.from_iterable(row.block_ids for row in rows), np.int32, int(widths.sum()))
-        width = int(widths.max())
+        width = 0
+        for i, table in enumerate(tables):
+            length = len(table)
+            width = max(width, length)
+            known = self._lengths[i] if table is self._tables[i] else 0
+            if known != length or not known:
+                self._host[i, known:length] = table[known:]
+                self._tables[i] = table
+                self._lengths[i] = length
         host = torch.empty(
-            (len(rows), width), dtype=torch.int32, pin_memory=self._block_tables.device.type == "cuda"
+            (len(tables), width), dtype=torch.int32, pin_memory=self.device.device.type == "cuda"
         )
-        table = host.numpy()
-        table.fill(-1)
-        table[np.arange(width) < widths[:, None]] = flat
-        self._block_tables[: len(rows), :width].copy_(host, non_blocking=True)
+        host.numpy()[:] = self._host[: len(tables), :width]
+        self.device[: len(tables), :width].copy_(host, non_blocking=True)
 
 
 class _PackedArrays:
@@ -167,8 +190,10 @@ def _fill(target: np.ndarray, values: np.ndarray, *, padding: int) -> None:
     target[len(values) :] = padding
 
 
-def _group_by_adapter(rows: Sequence[StepRow], arrays: Mapping[str, np.ndarray]) -> bool:
-    """Fill the LoRA plan's arrays; segments beyond the last have no rows and rank 0."""
+def _group_by_adapter(
+    rows: Sequence[StepRow], arrays: Mapping[str, np.ndarray], page_widths: Sequence[int]
+) -> int:
+    """Fill the LoRA plan's arrays; segments beyond the last are empty. Returns the page width."""
     adapters: dict[int, StepAdapter] = {}
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -182,8 +207,9 @@ def _group_by_adapter(rows: Sequence[StepRow], arrays: Mapping[str, np.ndarray])
     arrays["segment_starts"][0] = 0
     _fill(arrays["segment_starts"][1:], ends, padding=len(grouped))
     _fill(arrays["segment_ranks"], _column([a.rank for a in adapters.values()], np.int32), padding=0)
-    pages = arrays["segment_pages"]
+    width = page_width(adapters, page_widths) if adapters else 0
+    pages = arrays[f"segment_pages_{width}"]
     pages.fill(-1)
     for segment, adapter in enumerate(adapters.values()):
         pages[segment, : len(adapter.pages)] = adapter.pages
-    return bool(groups)
+    return width

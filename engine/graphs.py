@@ -2,8 +2,8 @@
 
 The host takes longer to launch a decode step's several hundred kernels than the device to run them. A graph
 is all of them in one launch. It is bound to the addresses and launch sizes of its capture, so there is one
-for each of some batch sizes, with and without LoRA, over buffers that stay where they are; a step runs in
-the smallest graph that holds it, and the rest of that is padding.
+for each of some batch sizes, without LoRA and for narrow and wide adapters, over buffers that stay where they
+are. A step runs in the smallest graph that holds it, and the rest of that is padding.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DecodeGraphs:
 
     Args:
         forward: what is captured. The caches and pools that it works on must never move.
-        max_pages: rank pages of the widest adapter; a step with a wider one does not run here. 0: no
-            adapters at all.
+        page_widths: ascending; rank pages of the widest adapter in a step, for each of which there are
+            graphs. A step with a wider one does not run here.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_context_len: int,
-        max_pages: int,
+        page_widths: Sequence[int],
         device: torch.device,
     ) -> None:
         self._forward = forward
         self._sizes = captured_sizes(max_num_seqs)
         self._inputs = DecodeInputs(
-            max_rows=max_num_seqs, max_context_len=max_context_len, max_pages=max_pages, device=device
+            max_rows=max_num_seqs, max_context_len=max_context_len, page_widths=page_widths, device=device
         )
         self._device = device
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._capture_all(with_adapters=max_pages > 0)
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._capture_all((0, *page_widths))
 
     def can_run(self, rows: Sequence[StepRow]) -> bool:
         """Whether each row is one token that samples, and none is more than was captured for."""
@@ -68,20 +68,20 @@ class DecodeGraphs:
 
         Launches only: the host does not wait for the device.
         """
-        has_lora = self._inputs.write(rows)
+        page_width = self._inputs.write(rows)
         size = self._sizes[bisect_left(self._sizes, len(rows))]
-        graph, hidden = self._graphs[size, has_lora]
+        graph, hidden = self._graphs[size, page_width]
         graph.replay()
         return hidden[: len(rows)]
 
     @torch.inference_mode()
-    def _capture_all(self, *, with_adapters: bool) -> None:
+    def _capture_all(self, page_widths: Sequence[int]) -> None:
         began, (free, _) = time.monotonic(), torch.cuda.mem_get_info(self._device)
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others' activations then fit into the memory that it has taken.
         for size in reversed(self._sizes):
-            for with_lora in (False, True)[: 1 + with_adapters]:
-                self._graphs[size, with_lora] = self._capture(size, with_lora, pool)
+            for width in page_widths:
+                self._graphs[size, width] = self._capture(size, width, pool)
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         _log.info(
             "captured %d CUDA graphs of decode steps up to %d sequences in %.1f s; they take %.2f GiB",
@@ -91,8 +91,8 @@ class DecodeGraphs:
             taken / (1 << 30),
         )
 
-    def _capture(self, size: int, with_lora: bool, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        batch = self._inputs.batch(size, with_lora=with_lora)
+    def _capture(self, size: int, page_width: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        batch = self._inputs.batch(size, page_width=page_width)
         # Once before, so that nothing is compiled, loaded or looked up under capture.
         self._forward(batch)
         torch.cuda.synchronize(self._device)

@@ -45,9 +45,9 @@ class Runner:
         self._network = model.network
         self._max_model_len = model.config.max_model_len
         self._num_blocks = num_blocks
-        self._has_pages = num_rank_pages > 0
         self._device = model.device
-        self._max_pages = min(num_rank_pages, pages_of_rank(max_lora_rank))
+        max_pages = min(num_rank_pages, pages_of_rank(max_lora_rank))
+        self._page_widths = sorted({1, max_pages}) if max_pages else []
         self._graphs: DecodeGraphs | None = None
         self._cache = KVCache(model.config, num_blocks, model.dtype, model.device)
         self._adapters = RankPagePool(model.config, num_rank_pages, model.dtype, model.device)
@@ -59,17 +59,19 @@ class Runner:
         too little memory shows at the start. What it writes to blocks and pages is never read.
         """
         num_tokens = min(max_num_batched_tokens, self._num_blocks * BLOCK_SIZE, self._max_model_len)
-        adapter = StepAdapter(adapter_id=1, pages=(0,), rank=RANK_PAGE) if self._has_pages else None
         blocks = range(-(-num_tokens // BLOCK_SIZE))
-        prefill = StepRow(0, [0] * num_tokens, 0, blocks, adapter, sampling=SamplingParams())
-        decode = StepRow(0, [0], 0, (0,), adapter, sampling=SamplingParams(temperature=1.0))
-        self.execute(StepPlan((prefill,)))
-        self.execute(StepPlan((decode,) * max_num_seqs))
-        if self._device.type == "cuda":
-            # Kernels are compiled by need there: of attention for mixed steps, and of all that sampling has.
-            every = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=1)
-            chunk = StepRow(0, [0, 0], 0, (0,), adapter, sampling=every)
-            self.execute(StepPlan((decode, chunk)))
+        # A GPU's kernels are compiled by need: for each width, of mixed steps, of all that sampling has.
+        on_gpu = self._device.type == "cuda"
+        for width in (self._page_widths if on_gpu else self._page_widths[:1]) or [0]:
+            adapter = StepAdapter(1, (0,) * width, RANK_PAGE * width) if width else None
+            prefill = StepRow(0, [0] * num_tokens, 0, blocks, adapter, sampling=SamplingParams())
+            decode = StepRow(0, [0], 0, (0,), adapter, sampling=SamplingParams(temperature=1.0))
+            self.execute(StepPlan((prefill,)))
+            self.execute(StepPlan((decode,) * max_num_seqs))
+            if on_gpu:
+                every = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=1)
+                chunk = StepRow(0, [0, 0], 0, (0,), adapter, sampling=every)
+                self.execute(StepPlan((decode, chunk)))
 
     def capture_graphs(self, *, max_num_seqs: int) -> None:
         """Capture decode steps of up to ``max_num_seqs`` rows as CUDA graphs, and run them so from now on.
@@ -80,7 +82,7 @@ class Runner:
             self._forward,
             max_num_seqs=max_num_seqs,
             max_context_len=self._max_model_len,
-            max_pages=self._max_pages,
+            page_widths=self._page_widths,
             device=self._device,
         )
 
@@ -108,5 +110,5 @@ class Runner:
         return self._network.forward(batch, self._cache, self._adapters)
 
     def _build_batch(self, rows: Sequence[StepRow]) -> ForwardBatch:
-        columns = self._max_pages if self._device.type == "cuda" else 0
-        return build_forward_batch(rows, self._device, min_page_columns=columns)
+        widths = self._page_widths if self._device.type == "cuda" else ()
+        return build_forward_batch(rows, self._device, page_widths=widths)

@@ -34,7 +34,9 @@ def build_sampling_batch(rows: Sequence[StepRow], device: torch.device) -> Sampl
     params = [_params(row) for row in rows]
 
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        # From pinned memory, since the copy must not wait for the forward pass that still runs.
+        pinned = device.type == "cuda"
+        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
     logprobs = [p.logprobs for p in params if p.logprobs is not None]
     return SamplingBatch(

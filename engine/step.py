@@ -55,7 +55,7 @@ class StepRow:
     tokens: Sequence[int]
     start: int
     block_ids: Sequence[int]
-    """The block table; covers ``start + len(tokens)`` tokens."""
+    """The block table; covers ``start + len(tokens)`` tokens. It may grow, and changes in no other way."""
     adapter: StepAdapter | None = None
     adapter_start: int = 0
     """First position to which the adapter applies (0, but for activated LoRA)."""

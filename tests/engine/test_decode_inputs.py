@@ -73,18 +73,20 @@ def test_padded_buffers_compute_what_a_new_batch_does(
     model_and_adapters: tuple[LoadedModel, RankPagePool, list[StepAdapter]],
 ) -> None:
     model, pool, adapters = model_and_adapters
-    inputs = DecodeInputs(max_rows=MAX_ROWS, max_context_len=64, max_pages=MAX_PAGES, device=CPU)
+    inputs = DecodeInputs(max_rows=MAX_ROWS, max_context_len=64, page_widths=(1, MAX_PAGES), device=CPU)
     rng = random.Random(0)
     for count in (MAX_ROWS, 3, 1, 17, 8, 2, MAX_ROWS):
-        for loaded in (adapters, [], adapters[1:2]):
+        for loaded in (adapters, [], adapters[1:2], adapters[:1]):
             rows = decode_rows(rng, count, loaded)
             assert inputs.fits(rows)
-            has_lora = inputs.write(rows)
-            assert has_lora == any(row.adapter and row.start >= row.adapter_start for row in rows)
+            width = inputs.write(rows)
+            live = [row.adapter for row in rows if row.adapter and row.start >= row.adapter_start]
+            widest = max((len(adapter.pages) for adapter in live), default=0)
+            assert width == {0: 0, 1: 1}.get(widest, MAX_PAGES)
             expected_cache, cache = filled_cache(model), filled_cache(model)
             expected = model.network.forward(build_forward_batch(rows, CPU), expected_cache, pool)
             for size in {count, min(count + 5, MAX_ROWS), MAX_ROWS}:
-                batch = inputs.batch(size, with_lora=has_lora)
+                batch = inputs.batch(size, page_width=width)
                 hidden = model.network.forward(batch, cache, pool)
                 assert hidden.shape[0] == size
                 torch.testing.assert_close(hidden[:count], expected, rtol=1e-4, atol=1e-4)
@@ -95,10 +97,10 @@ def test_a_smaller_step_leaves_nothing_of_the_one_before(
     model_and_adapters: tuple[LoadedModel, RankPagePool, list[StepAdapter]],
 ) -> None:
     _, _, adapters = model_and_adapters
-    inputs = DecodeInputs(max_rows=4, max_context_len=64, max_pages=MAX_PAGES, device=CPU)
+    inputs = DecodeInputs(max_rows=4, max_context_len=64, page_widths=(1, MAX_PAGES), device=CPU)
     inputs.write([StepRow(i, (9,), 20, (5, 6), adapters[i], sampling=SAMPLES) for i in range(4)])
     inputs.write([StepRow(0, (7,), 3, (2,), adapters[3], sampling=SAMPLES)])
-    batch = inputs.batch(4, with_lora=True)
+    batch = inputs.batch(4, page_width=MAX_PAGES)
     assert batch.tokens.tolist() == [7, 0, 0, 0]
     assert batch.attention.slots.tolist() == [2 * 16 + 3, -1, -1, -1]
     assert batch.attention.context_lens.tolist() == [4, 0, 0, 0]
@@ -109,8 +111,27 @@ def test_a_smaller_step_leaves_nothing_of_the_one_before(
     assert batch.lora.segment_pages.tolist() == [[11, 1, -1, -1]] + [[-1] * 4] * 3
 
 
+def test_block_tables_follow_growth_and_exchange() -> None:
+    """Tables are appended to in place, and rows change places between steps."""
+    inputs = DecodeInputs(max_rows=3, max_context_len=96, page_widths=(), device=CPU)
+    rng = random.Random(3)
+    tables = [[rng.randrange(99)] for _ in range(4)]
+    for _ in range(40):
+        for table in tables:
+            if len(table) < 6 and rng.random() < 0.3:
+                table.append(rng.randrange(99))
+        if rng.random() < 0.3:
+            tables[rng.randrange(4)] = [rng.randrange(99) for _ in range(rng.randrange(1, 4))]
+        if rng.random() < 0.5:
+            rng.shuffle(tables)
+        shown = tables[: rng.randrange(1, 4)]
+        inputs.write([StepRow(i, (1,), 16 * len(t) - 1, t, sampling=SAMPLES) for i, t in enumerate(shown)])
+        written = inputs.batch(3, page_width=0).attention.block_tables.tolist()
+        assert [written[i][: len(table)] for i, table in enumerate(shown)] == shown
+
+
 def test_only_pure_decode_steps_fit() -> None:
-    inputs = DecodeInputs(max_rows=2, max_context_len=64, max_pages=1, device=CPU)
+    inputs = DecodeInputs(max_rows=2, max_context_len=64, page_widths=(1,), device=CPU)
     decode = StepRow(0, (1,), 5, (0,), sampling=SAMPLES)
     assert inputs.fits([decode, decode])
     assert not inputs.fits([decode] * 3)
