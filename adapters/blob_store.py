@@ -41,8 +41,8 @@ class BlobNotFound(LookupError):
 
 
 class BlobStore:
-    """The store under `root`, which is made if it is missing. Safe for many processes at once on one file
-    system.
+    """The store under `root`, which is made if it is missing.
+    Safe for many processes at once on one file system.
     """
 
     def __init__(self, root: Path) -> None:
@@ -54,8 +54,8 @@ class BlobStore:
             folder.mkdir(parents=True, exist_ok=True)
 
     def stage(self) -> Staging:
-        """A new private folder for one upload. Use it as a context manager: leaving it removes what was not
-        published.
+        """A new private folder for one upload. Use it as a context
+        manager: leaving it removes what was not published.
         """
         folder = self._staging / secrets.token_hex(16)
         folder.mkdir(mode=0o700)
@@ -173,12 +173,12 @@ class Staging:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def publish(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
-        """Makes the staged files the blob of `digest`, with `manifest` (JSON) beside them; atomic and
-        durable.
+        """Makes the staged files the blob of `digest`, with
+        `manifest` (JSON) beside them; atomic and durable.
 
-        The caller has validated the files and computed `digest` from them. Where the store holds the digest,
-        nothing changes and the staged files stay as they are until the context ends. Returns whether the blob
-        is new.
+        The caller has validated the files and computed `digest` from them. Where
+        the store holds the digest, nothing changes and the staged files stay as
+        they are until the context ends. Returns whether the blob is new.
         """
         if self._store.contains(digest):
             return False

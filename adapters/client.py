@@ -67,8 +67,8 @@ class AdaptersClient:
     def upload(
         self, folder: Path, name: str, *, allow_zero: bool = False, on_sent: Callable[[int], None]
     ) -> dict[str, Any]:
-        """Streams the two files of an adapter; memory stays flat. `on_sent` gets the bytes sent since its
-        last call.
+        """Streams the two files of an adapter; memory stays
+        flat. `on_sent` gets the bytes sent since its last call.
 
         Returns the new version as the server describes it.
         """

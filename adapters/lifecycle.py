@@ -1,9 +1,9 @@
 """Publishes and deletes adapters so that the registry never names a blob that the store does not hold.
 
-Blobs are shared by digest between names and tenants, so an upload may race the delete that would remove its
-blob. Publishing goes: blob, registry, blob again if a delete took it in between. Deleting goes: registry,
-blob into the trash, and back out of it if an upload referred to it in between. Whichever comes second sees
-the other.
+Blobs are shared by digest between names and tenants, so an upload may race the
+delete that would remove its blob. Publishing goes: blob, registry, blob again if a
+delete took it in between. Deleting goes: registry, blob into the trash, and back out
+of it if an upload referred to it in between. Whichever comes second sees the other.
 """
 
 from __future__ import annotations

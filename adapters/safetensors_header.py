@@ -1,8 +1,8 @@
 """Reads the header of a safetensors file, with every size bounded before it is read.
 
-Layout: 8 bytes, little-endian: the header's length; the header, a JSON object of name → dtype, shape and
-offsets into the data; the data. The offsets must tile the data exactly, so that no byte is hidden, shared or
-missing.
+Layout: 8 bytes, little-endian: the header's length; the header, a JSON object
+of name → dtype, shape and offsets into the data; the data. The offsets must
+tile the data exactly, so that no byte is hidden, shared or missing.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class AdapterSummary:
 
 
 def validate(folder: Path, shape: BaseModelShape, *, allow_zero: bool = False) -> AdapterSummary:
-    """Checks the adapter in `folder`, which holds exactly the two files of PEFT's format, against a base
-    model.
+    """Checks the adapter in `folder`, which holds exactly
+    the two files of PEFT's format, against a base model.
 
     `allow_zero` accepts an adapter whose update is zero everywhere, as one is before training. Blocks on the
     disk for as long as reading and hashing the weights takes. Raises `InvalidAdapter` that names the fault

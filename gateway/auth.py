@@ -61,8 +61,8 @@ class _Entry:
 class Authenticator:
     """Turns `Authorization` headers into principals, from a cache that Redis keeps true.
 
-    `start` begins to follow Redis' push and `close` ends it; without `start`, entries are believed for half a
-    second.
+    `start` begins to follow Redis' push and `close` ends it;
+    without `start`, entries are believed for half a second.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Authenticator:
             await asyncio.sleep(_RETRY_S)
 
     async def _listen(self, pubsub: PubSub) -> None:
-        """Applies messages until the connection breaks, or is silent for longer than a heartbeat's answer
-        takes."""
+        """Applies messages until the connection breaks, or is
+        silent for longer than a heartbeat's answer takes."""
         heard_at = time.monotonic()
         while True:
             async with asyncio.timeout(_SILENCE_S):
@@ -219,8 +219,8 @@ class Authenticator:
 
 
 async def ensure_operator_key(keys: Keys, configured: SecretStr | None) -> str | None:
-    """Makes the operator's key at the first start, unless the settings hold one. Returns it to be printed,
-    once."""
+    """Makes the operator's key at the first start, unless
+    the settings hold one. Returns it to be printed, once."""
     return None if configured else await keys.create_operator()
 
 

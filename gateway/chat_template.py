@@ -1,9 +1,9 @@
-"""Renders a model's chat template exactly as transformers' `apply_chat_template` does, in a sandbox with a
-budget.
+"""Renders a model's chat template exactly as transformers'
+`apply_chat_template` does, in a sandbox with a budget.
 
-The template comes with the model, so whoever published the model wrote it: it may not reach Python's
-internals (jinja2's immutable sandbox), and may not loop for ever (a budget of loop rounds, macro calls and
-range items).
+The template comes with the model, so whoever published the model wrote it:
+it may not reach Python's internals (jinja2's immutable sandbox), and may
+not loop for ever (a budget of loop rounds, macro calls and range items).
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For every other tokenizer: decodes the last few tokens with and without the new one, and takes the
-    difference.
+    """For every other tokenizer: decodes the last few tokens
+    with and without the new one, and takes the difference.
 
         tokens   … | prefix      | pending        |
                    ^ left context ^ not yet emitted ^ new token is appended here
 
-    The left context is there because decoders treat the start of a text specially (a leading space is
-    stripped).
+    The left context is there because decoders treat the
+    start of a text specially (a leading space is stripped).
     """
 
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
@@ -88,9 +88,9 @@ class WindowDecoder:
 class StopMatcher:
     """Finds the first stop string in a text that comes in pieces; of several, the one that is complete first.
 
-    Holds back only the longest end of the text that may still become a stop string. A character costs the
-    same whatever came before it (Knuth, Morris and Pratt 1977), since clients choose both stop strings and
-    text.
+    Holds back only the longest end of the text that may still become a stop
+    string. A character costs the same whatever came before it (Knuth,
+    Morris and Pratt 1977), since clients choose both stop strings and text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

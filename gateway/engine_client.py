@@ -1,5 +1,5 @@
-"""All engines that live, as this gateway worker sees them: leases in Redis say who, a link to each says how
-it fares.
+"""All engines that live, as this gateway worker sees them:
+leases in Redis say who, a link to each says how it fares.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class EngineFleet:
             await asyncio.sleep(_POLL_S)
 
     async def _update(self, leases: dict[str, EngineLease]) -> None:
-        """Opens links to engines that are new or moved, and ends those whose lease is gone and which are
-        down.
+        """Opens links to engines that are new or moved, and
+        ends those whose lease is gone and which are down.
         """
         self._lease_of = leases
         for engine_id, link in list(self._links.items()):

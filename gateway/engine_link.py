@@ -114,8 +114,8 @@ class EngineLink:
         return sum(len(placement.open) for placement in self._placements.values())
 
     def submit(self, submit: Submit, receiver: Receiver, choices: Sequence[int]) -> int:
-        """Sends a request, whose seeds belong to the receiver's `choices` in this order. Returns its id on
-        this link.
+        """Sends a request, whose seeds belong to the receiver's
+        `choices` in this order. Returns its id on this link.
         """
         assert self.ready and len(submit.seeds) == len(choices)
         request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1

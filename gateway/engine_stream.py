@@ -1,5 +1,5 @@
-"""One client's request on the engines: the tokens of its choices as they come, from whichever engine runs
-them.
+"""One client's request on the engines: the tokens of its
+choices as they come, from whichever engine runs them.
 
 A choice's state is its seed and the tokens received so far, and the noise of a draw depends on (seed,
 position, token) alone. So when a link breaks, each unfinished choice is submitted anew with its tokens, to
@@ -86,8 +86,8 @@ class EngineStream:
             await self._advance()
 
     async def next(self) -> list[Delta]:
-        """Returns what is new, at least one delta; an empty list when all choices have ended, or after
-        `close`.
+        """Returns what is new, at least one delta; an empty
+        list when all choices have ended, or after `close`.
 
         Raises ApiError 503 when no engine takes the request, and none came in time to continue a lost one.
         """
@@ -181,8 +181,8 @@ class EngineStream:
             self._wakeup.set_result(None)
 
     async def _place(self) -> None:
-        """Submits every unplaced choice. Waits for an engine only to continue a request that one had
-        accepted.
+        """Submits every unplaced choice. Waits for an engine
+        only to continue a request that one had accepted.
         """
         if self._deadline is None:
             self._deadline = time.monotonic() + self._resume_timeout_s
@@ -203,8 +203,8 @@ class EngineStream:
             self._refused_by.clear()
 
     def _next_to_place(self) -> tuple[list[int], Submit]:
-        """Returns the choices of one submission, and it: a prompt's choices without tokens together, others
-        alone.
+        """Returns the choices of one submission, and it: a
+        prompt's choices without tokens together, others alone.
         """
         first = min(self._unplaced)
         state = self._choices[first]

@@ -18,8 +18,8 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token whose logprobs are wanted. `offset` is where its text begins in the choice's text, in
-    characters.
+    """A token whose logprobs are wanted. `offset` is where
+    its text begins in the choice's text, in characters.
     """
 
     token: int
@@ -64,8 +64,8 @@ class _Choice:
 
 
 class Generation:
-    """The answer to one request as it comes: `await start()`, then `await next()` until it returns nothing;
-    `close()`.
+    """The answer to one request as it comes: `await start()`,
+    then `await next()` until it returns nothing; `close()`.
 
     Use it as a context manager: whatever happens, what runs on an engine ends with it.
     """
@@ -161,8 +161,8 @@ class Generation:
         return Piece(delta.choice, text, tokens, reason)
 
     def _take_tokens(self, choice: _Choice, delta: Delta) -> str:
-        """Feeds the choice's text with the tokens up to the end token or the stop string. Returns the new
-        text.
+        """Feeds the choice's text with the tokens up to the
+        end token or the stop string. Returns the new text.
         """
         text = ""
         logprobs = iter(delta.logprobs)

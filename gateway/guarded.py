@@ -2,9 +2,9 @@
 
     python guarded.py PARENT_PID PROGRAM [ARGUMENT ...]
 
-The kernel sends SIGTERM to this process when its parent dies (PR_SET_PDEATHSIG), and that stays so over exec.
-A program of its own, rather than code between fork and exec, since the latter may run no Python safely beside
-threads.
+The kernel sends SIGTERM to this process when its parent dies (PR_SET_PDEATHSIG),
+and that stays so over exec. A program of its own, rather than code between fork
+and exec, since the latter may run no Python safely beside threads.
 """
 
 from __future__ import annotations

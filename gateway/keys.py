@@ -3,10 +3,10 @@
     loraplex:key:<id>               hash: digest, tenant, scopes, created, expires, note
     loraplex:keys:<tenant>          set of the tenant's key ids
 
-A key reads `lpx_<id>_<secret>`. The secret has 256 random bits; only the SHA-256 of the whole key is stored,
-so a slow password hash would add nothing. The key itself is returned once, by `create`, and is in no log and
-no error. The operator's key, when the gateway made it, is the document of id `operator`; it belongs to no
-tenant.
+A key reads `lpx_<id>_<secret>`. The secret has 256 random bits; only the SHA-256 of
+the whole key is stored, so a slow password hash would add nothing. The key itself
+is returned once, by `create`, and is in no log and no error. The operator's key,
+when the gateway made it, is the document of id `operator`; it belongs to no tenant.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ return redis.call('DEL', KEYS[2])
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """What is stored of a key. `digest` is the SHA-256 of the whole key; times are Unix seconds, `expires` 0
-    for never."""
+    """What is stored of a key. `digest` is the SHA-256 of the
+    whole key; times are Unix seconds, `expires` 0 for never."""
 
     id: str
     digest: bytes
@@ -94,8 +94,8 @@ class Keys:
         expires_in: int | None = None,
         note: str = "",
     ) -> tuple[KeyRecord, str]:
-        """Makes a key of a tenant; `expires_in` is in seconds. Returns its record, and the key for its only
-        showing.
+        """Makes a key of a tenant; `expires_in` is in seconds.
+        Returns its record, and the key for its only showing.
 
         Raises NoSuchTenant.
         """

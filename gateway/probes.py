@@ -1,5 +1,5 @@
-"""Health checks of the stack's processes. Each answers within a second, and with False for whatever is
-wrong."""
+"""Health checks of the stack's processes. Each answers
+within a second, and with False for whatever is wrong."""
 
 from __future__ import annotations
 

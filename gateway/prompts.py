@@ -15,8 +15,8 @@ from protos.engine_pb2 import ModelInfo
 
 
 async def chat_prompt(body: ChatRequest, tokenizer: ModelTokenizer, info: ModelInfo) -> list[int]:
-    """Returns a conversation's tokens. Raises ApiError 400 when the template refuses it, or it is far too
-    long.
+    """Returns a conversation's tokens. Raises ApiError 400
+    when the template refuses it, or it is far too long.
     """
     return await asyncio.to_thread(_chat_tokens, body, tokenizer, info)
 
@@ -59,8 +59,8 @@ def _chat_tokens(body: ChatRequest, tokenizer: ModelTokenizer, info: ModelInfo) 
 
 
 def _encode(tokenizer: ModelTokenizer, text: str, info: ModelInfo, *, add_special_tokens: bool) -> list[int]:
-    """Encodes, unless the text is so long that it cannot fit whatever its tokens are: that would take
-    seconds.
+    """Encodes, unless the text is so long that it cannot
+    fit whatever its tokens are: that would take seconds.
     """
     least = len(text) // tokenizer.longest_token
     if least >= info.max_model_len:

@@ -1,5 +1,5 @@
-"""From what the client names to what engines know, inside the key's tenant: nothing a client sends can leave
-it.
+"""From what the client names to what engines know, inside
+the key's tenant: nothing a client sends can leave it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ModelResolver:
         return ResolvedModel(f"{found.name}@{found.version}", base, found.digest)
 
     async def find_adapter(self, name: str, caller: Principal) -> AdapterVersion | None:
-        """Returns the caller's adapter of this name, or None. Raises ApiError 503 when it cannot be looked
-        up.
+        """Returns the caller's adapter of this name, or None.
+        Raises ApiError 503 when it cannot be looked up.
         """
         try:
             adapter_name, version = parse_model_ref(name)

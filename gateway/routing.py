@@ -1,17 +1,17 @@
 """Which engine takes a request: rendezvous hashing, corrected by load and residency.
 
-Every gateway ranks the engines by a hash of (key, engine), so that all of them agree without talking, and one
-engine more or less moves only its own share of the keys. The key is the adapter, or for the base model the
-prompt's beginning, so that requests meet the weights and the KV blocks that are already there. Two
-corrections:
+Every gateway ranks the engines by a hash of (key, engine), so that all of them
+agree without talking, and one engine more or less moves only its own share of the
+keys. The key is the adapter, or for the base model the prompt's beginning, so that
+requests meet the weights and the KV blocks that are already there. Two corrections:
 
 - An engine whose load exceeds 1.25 × the mean + 4 is passed over (consistent hashing with bounded loads,
   Mirrokni et al. 2018), so that one popular adapter spreads over as many engines as it needs.
 - Of the engines that remain, the first that already holds the adapter in memory wins over one that would load
   it.
 
-What it costs: loads come from leases up to a second old, so gateways may disagree for that long while loads
-move.
+What it costs: loads come from leases up to a second old,
+so gateways may disagree for that long while loads move.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PREFIX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine as routing sees it. `load` counts sequences that run or wait; `resident`: the adapter is in
-    memory.
+    """An engine as routing sees it. `load` counts sequences
+    that run or wait; `resident`: the adapter is in memory.
     """
 
     engine_id: str

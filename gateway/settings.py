@@ -1,5 +1,5 @@
-"""Everything a gateway process can be told, in one frozen object. The environment is read here and nowhere
-else."""
+"""Everything a gateway process can be told, in one frozen
+object. The environment is read here and nowhere else."""
 
 from __future__ import annotations
 

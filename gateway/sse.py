@@ -26,8 +26,8 @@ def event(data: object) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed answer. `on_disconnect` is called once if the client goes first; `events` must end soon
-    after that.
+    """A streamed answer. `on_disconnect` is called once if
+    the client goes first; `events` must end soon after that.
 
     An ApiError that `events` raises becomes an error event, since the status has long been sent. So does the
     cancellation of the request's task, which is how the server ends what outlasts its time to stop.
@@ -68,8 +68,8 @@ def _body(chunk: bytes) -> Message:
 
 
 class DisconnectWatch:
-    """Calls back when the client of a request goes, for as long as the block runs. The body must have been
-    read.
+    """Calls back when the client of a request goes, for as
+    long as the block runs. The body must have been read.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:

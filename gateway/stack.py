@@ -174,8 +174,8 @@ class Child:
 async def run_stack(plan: StackPlan, report: Report) -> None:
     """Starts everything, reports when it serves, and keeps it so until a signal (INT, TERM, HUP) ends it.
 
-    A second signal kills what has not stopped. Raises StackError, with nothing left running, when the stack
-    cannot start.
+    A second signal kills what has not stopped. Raises StackError,
+    with nothing left running, when the stack cannot start.
     """
     stages = plan_children(plan)
     children = [[Child(spec, report) for spec in stage] for stage in stages]
@@ -214,8 +214,8 @@ async def _serve(stages: list[list[Child]], plan: StackPlan, report: Report) -> 
 
 
 def check_ports(plan: StackPlan) -> None:
-    """Raises StackError that names every port of the plan that cannot be had, why, and the flag that chooses
-    another.
+    """Raises StackError that names every port of the plan that
+    cannot be had, why, and the flag that chooses another.
     """
     wanted = [
         ("the gateway", "--port", plan.host, plan.port),
@@ -234,8 +234,8 @@ def check_ports(plan: StackPlan) -> None:
 
 
 def plan_children(plan: StackPlan) -> list[list[ChildSpec]]:
-    """Returns the processes in stages: those of a stage start together once the stage before it is
-    healthy."""
+    """Returns the processes in stages: those of a stage
+    start together once the stage before it is healthy."""
     stages: list[list[ChildSpec]] = []
     redis_url = plan.redis_url
     if redis_url is None:
@@ -271,8 +271,8 @@ def plan_children(plan: StackPlan) -> list[list[ChildSpec]]:
 
 
 def valkey_argv(port: int, folder: Path) -> list[str]:
-    """Returns the command of an embedded Valkey that keeps everything it acknowledged in `folder`, and makes
-    that.
+    """Returns the command of an embedded Valkey that keeps
+    everything it acknowledged in `folder`, and makes that.
 
     Raises StackError when no server is installed.
     """

@@ -128,7 +128,7 @@ def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """Returns a choice's own seed: the first one's is the request's, the others are spread over all 64-bit
-    numbers.
+    """Returns a choice's own seed: the first one's is the
+    request's, the others are spread over all 64-bit numbers.
     """
     return (seed + choice * _GOLDEN) & _MASK_64

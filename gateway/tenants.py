@@ -4,8 +4,8 @@
     loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended
     loraplex:auth               channel: `tenant:<id>` and `key:<id>`, published with each change
 
-Each write and its message are one Lua script, so that nobody sees half of a change, or a change that was not
-pushed.
+Each write and its message are one Lua script, so that nobody
+sees half of a change, or a change that was not pushed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class PrefixSharing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A customer. `created` is in Unix seconds; `weight` is its share of an engine when several have work
-    waiting."""
+    """A customer. `created` is in Unix seconds; `weight` is
+    its share of an engine when several have work waiting."""
 
     id: str
     name: str
@@ -112,8 +112,8 @@ class Tenants:
         return sorted(found, key=lambda tenant: (tenant.created, tenant.id))
 
     async def update(self, tenant_id: str, changes: Mapping[str, str | float | bool]) -> Tenant | None:
-        """Writes the given fields and tells every gateway. Returns the tenant after it, or None when there is
-        none."""
+        """Writes the given fields and tells every gateway. Returns
+        the tenant after it, or None when there is none."""
         if changes:
             fields = _to_fields(changes)
             await self._update(keys=[tenant_key(tenant_id)], args=[tenant_id, AUTH_CHANNEL, *fields])

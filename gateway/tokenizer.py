@@ -1,5 +1,5 @@
-"""Tokenizers, built from the files that an engine serves: one per model digest, for as long as the process
-lives.
+"""Tokenizers, built from the files that an engine serves:
+one per model digest, for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ModelTokenizer:
     """One model's tokenizer and chat template. Its methods may be called from several threads at once."""
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """`files` by name: `tokenizer.json`, and optionally `tokenizer_config.json` and
-        `chat_template.jinja`.
+        """`files` by name: `tokenizer.json`, and optionally
+        `tokenizer_config.json` and `chat_template.jinja`.
 
         Raises ValueError when there is no usable `tokenizer.json`.
         """
@@ -65,12 +65,12 @@ class ModelTokenizer:
         return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the text's tokens. Special tokens written out in the text count as such, as in
-        transformers.
+        """Returns the text's tokens. Special tokens written
+        out in the text count as such, as in transformers.
 
-        `add_special_tokens` adds what the tokenizer puts around a plain text (a BOS token, for some); a
-        rendered chat template already holds it. Takes time in proportion to the text, without the interpreter
-        lock.
+        `add_special_tokens` adds what the tokenizer puts around a plain text
+        (a BOS token, for some); a rendered chat template already holds it.
+        Takes time in proportion to the text, without the interpreter lock.
         """
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -164,8 +164,8 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for characters from
-    256 on.
+    """The alphabet of byte-level BPE: printable bytes stand
+    for themselves, the others for characters from 256 on.
     """
     printable = [
         *range(ord("!"), ord("~") + 1),
@@ -182,8 +182,8 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _bytes_of(name: str) -> bytes:
-    """Returns a byte-level token's bytes; one with characters outside the alphabet was added by hand, as
-    text.
+    """Returns a byte-level token's bytes; one with characters
+    outside the alphabet was added by hand, as text.
     """
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in name])

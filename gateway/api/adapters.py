@@ -37,9 +37,9 @@ async def upload_adapter(
 ) -> dict[str, Any]:
     """Takes an adapter in PEFT's format and makes it the name's live version.
 
-    multipart/form-data with the field `name`, the files `adapter_config.json` and `adapter_model.safetensors`
-    as `files`, and optionally `allow_zero=true`. What is not right in every detail is refused, and leaves
-    nothing.
+    multipart/form-data with the field `name`, the files `adapter_config.json`
+    and `adapter_model.safetensors` as `files`, and optionally `allow_zero=true`.
+    What is not right in every detail is refused, and leaves nothing.
     """
     services: Services = request.app.state.services
     info = services.engines.model_info()

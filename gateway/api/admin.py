@@ -46,8 +46,8 @@ class UpdateTenant(_Body):
 
 
 class CreateKey(_Body):
-    """Body of `POST /admin/tenants/{id}/keys`. `expires_in` is in seconds; without it the key does not
-    expire."""
+    """Body of `POST /admin/tenants/{id}/keys`. `expires_in`
+    is in seconds; without it the key does not expire."""
 
     scopes: list[str] = sorted(DEFAULT_SCOPES)
     expires_in: Annotated[int, Field(gt=0, le=_TEN_YEARS_S)] | None = None

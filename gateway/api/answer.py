@@ -1,5 +1,5 @@
-"""What chat and text completions share on the way out: a generation becomes one JSON object, or a stream of
-chunks.
+"""What chat and text completions share on the way out: a
+generation becomes one JSON object, or a stream of chunks.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ async def answer(
     stream: bool,
     include_usage: bool,
 ) -> Response:
-    """Runs a generation to its end, or until the client goes. Raises ApiError for what fails before the first
-    token.
+    """Runs a generation to its end, or until the client goes.
+    Raises ApiError for what fails before the first token.
     """
     try:
         if not stream:

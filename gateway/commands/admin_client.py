@@ -1,5 +1,5 @@
-"""What `loraplex tenants` and `loraplex keys` share: calling a gateway's admin API, and showing what it
-answers."""
+"""What `loraplex tenants` and `loraplex keys` share: calling
+a gateway's admin API, and showing what it answers."""
 
 from __future__ import annotations
 

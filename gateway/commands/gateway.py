@@ -109,8 +109,8 @@ async def _announce_address(server: uvicorn.Server) -> None:
 
 
 async def _announce_operator_key(settings: GatewaySettings) -> None:
-    """Prints the operator's key if this start is the first on its Redis; waits for Redis as long as it
-    takes."""
+    """Prints the operator's key if this start is the first
+    on its Redis; waits for Redis as long as it takes."""
     from redis.exceptions import RedisError
 
     from gateway.auth import ensure_operator_key

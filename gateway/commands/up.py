@@ -71,8 +71,8 @@ def _report(line: str) -> None:
 
 @contextmanager
 def _sole_user_of(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder itself, which leaves no file behind. Raises CommandFailed when another holds
-    it."""
+    """Holds a lock on the folder itself, which leaves no file
+    behind. Raises CommandFailed when another holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:

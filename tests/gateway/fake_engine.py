@@ -1,5 +1,5 @@
-"""An engine that speaks the wire contract and computes nothing: tokens are a hash of seed, position and last
-token.
+"""An engine that speaks the wire contract and computes
+nothing: tokens are a hash of seed, position and last token.
 
 So the tokens of a choice depend on what a real engine's depend on, and a choice continues elsewhere with the
 same text. Serves on a real socket; as a program, it is a process that tests can kill.

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass
 class LocalStack:
-    """`start` it, then talk to `url`. Methods are for the test's thread; `call` runs a coroutine on the
-    stack's.
+    """`start` it, then talk to `url`. Methods are for the
+    test's thread; `call` runs a coroutine on the stack's.
     """
 
     redis_url: str

@@ -162,8 +162,8 @@ async def test_a_revoked_key_stops_within_a_second_when_the_push_goes_silent(val
 
 @asynccontextmanager
 async def muting_proxy(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A way to Redis on which, once the event is set, subscriptions stay open and nothing comes through
-    them."""
+    """A way to Redis on which, once the event is set,
+    subscriptions stay open and nothing comes through them."""
     port = int(url.rsplit(":", 1)[1])
     muted = asyncio.Event()
     pumps: set[asyncio.Task[None]] = set()
