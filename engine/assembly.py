@@ -21,6 +21,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.settings import EngineSettings
+from kernels.native import release_threads
 from protos import engine_pb2 as pb
 
 
@@ -56,9 +57,13 @@ def assemble(settings: EngineSettings) -> Core:
     runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
     if model.device.type == "cuda" and not settings.enforce_eager:
         runner.capture_graphs(max_num_seqs=limits.max_num_seqs)
+    release_threads()  # of this thread: from here on the loop's computes
 
     def read(digest: bytes) -> HostAdapter:
-        return read_adapter(store.path(digest), model.config, model.dtype, pin=device == "cuda")
+        try:
+            return read_adapter(store.path(digest), model.config, model.dtype, pin=device == "cuda")
+        finally:
+            release_threads()
 
     news = threading.Event()
     tiers = AdapterTiers(

@@ -33,6 +33,9 @@ _PROCESSOR = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 """Starts of the lines of /proc/cpuinfo that say what code runs here, on x86-64 and on ARM."""
 _ELEMENTS = {torch.float32: "0", torch.bfloat16: "1"}
 
+_PAUSE_SOFT = 1
+"""``omp_pause_soft`` of OpenMP 5.0, section 2.5: what the program has set stays."""
+
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "rms_norm": [_P] * 4 + [_L] * 2 + [_F, _I],
@@ -83,6 +86,18 @@ def default_cache_folder() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "loraplex"
     except RuntimeError as error:
         raise OSError(str(error)) from error
+
+
+def release_threads() -> None:
+    """Ends the OpenMP threads that the calling thread has gathered; it gathers new ones at need.
+
+    For a thread that has computed and will not again. The runtime counts the threads of everybody, and once
+    they outnumber the cores, those at a barrier go to sleep where they would have spun: a decode step of one
+    row then took 23.4 ms in place of 15.4 (SmolLM2-135M, two cores).
+    """
+    pause = getattr(ctypes.CDLL(_openmp_runtime()), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_PAUSE_SOFT)
 
 
 def _open_or_build(compiler: str, dtype: torch.dtype) -> ctypes.CDLL:
