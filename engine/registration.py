@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 RENEW_SECONDS = 1.0
 LEASE_SECONDS = 5.0
 REDIS_TIMEOUT_SECONDS = 2.0
+STOP_SECONDS = 2 * REDIS_TIMEOUT_SECONDS
+"""How long a renewal under way may take to end: as long as to connect, and to be answered."""
 
 
 class Registration:
@@ -33,16 +36,23 @@ class Registration:
         self._make_lease = make_lease
         self._engine_id = ""
         self._is_lost = False
+        self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._renew_forever(), name="registration")
 
     async def stop(self) -> None:
-        """Withdraws the lease, if Redis can be reached, and closes the connection."""
+        """Withdraws the lease, if Redis can be reached, and closes the connection.
+
+        A renewal under way is let end: cancelled, the client may swallow that, and Redis may take in the
+        renewal after the withdrawal.
+        """
+        self._stopping.set()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            _, late = await asyncio.wait([self._task], timeout=STOP_SECONDS)
+            for task in late:
+                task.cancel()
         try:
             if self._engine_id:
                 await self._leases.withdraw(self._engine_id)
@@ -69,6 +79,8 @@ class Registration:
         self._is_lost = False
 
     async def _renew_forever(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             await self.renew()
-            await asyncio.sleep(RENEW_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_SECONDS):
+                    await self._stopping.wait()

@@ -84,3 +84,20 @@ async def test_stopping_without_redis_ends(caplog: pytest.LogCaptureFixture) -> 
     await asyncio.sleep(0.05)
     async with asyncio.timeout(5):
         await registration.stop()
+
+
+async def test_a_stop_at_any_moment_of_a_renewal_withdraws_and_ends(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration_module, "RENEW_SECONDS", 0.0002)
+
+    async def make_lease() -> EngineLease:
+        return lease()
+
+    async with asyncio.timeout(30):
+        for moment in range(60):
+            registration = Registration(valkey_url, make_lease)
+            registration.start()
+            await asyncio.sleep(0.003 + moment * 0.0001)
+            await registration.stop()
+            assert await live(valkey_url) == []
