@@ -51,6 +51,7 @@ async def serve(core: Core, settings: EngineSettings, *, started: float) -> int:
 
     Raises:
         CannotListen: the address is taken.
+        ValueError: the URL of Redis is none.
     """
     events, end = asyncio.get_running_loop(), _End()
     events.add_signal_handler(signal.SIGTERM, end.gently)
@@ -117,7 +118,10 @@ def _register(
             draining=service.is_draining,
         )
 
-    registration = Registration(settings.redis_url, make_lease)
+    try:
+        registration = Registration(settings.redis_url, make_lease)
+    except ValueError as error:
+        raise ValueError(f"--redis-url: {error}") from error
     registration.start()
     return registration
 

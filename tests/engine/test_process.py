@@ -164,6 +164,7 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
         (["--kv-cache-memory-bytes", "200TiB"], "lower --kv-cache-memory-bytes"),
         (["--store", "/proc/store"], "/proc/store"),
         (["--device", "cuda"], "--device cuda"),
+        (["--redis-url", "redis://here:port/"], "--redis-url: Port"),
     ],
 )
 def test_what_cannot_be_had_is_one_clear_line(
