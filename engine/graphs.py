@@ -76,6 +76,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture_all(self, page_widths: Sequence[int]) -> None:
+        # Capturing does it anyway, and then what the warm-up left behind would be taken for the graphs' own.
+        torch.cuda.empty_cache()
         began, (free, _) = time.monotonic(), torch.cuda.mem_get_info(self._device)
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others' activations then fit into the memory that it has taken.
