@@ -13,7 +13,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         from kernels.gpu import activation as gpu
 
         return gpu.silu_mul(gate_up)
-    kernels = native.library(gate_up.dtype)
+    kernels = native.compiled(gate_up.dtype)
     if kernels is None:
         return reference.silu_mul(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -31,7 +31,7 @@ def rope_write_kv(
         from kernels.gpu import kv_write as gpu
 
         return gpu.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)
-    kernels = native.library(qkv.dtype)
+    kernels = native.compiled(qkv.dtype)
     if kernels is None:
         return reference.rope_write_kv(qkv, cos_sin, plan, k_cache, v_cache, num_heads=num_heads)
     kernels.rope_write_kv(

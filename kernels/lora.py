@@ -37,7 +37,7 @@ def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan)
         from kernels.gpu import lora as gpu
 
         return gpu.apply_lora(x, y, pool, plan)
-    if native.library(x.dtype) is None:
+    if native.compiled(x.dtype) is None:
         return reference.lora_expand(reference.lora_shrink(x, pool, plan), y, pool, plan)
     _launch(x, y, _empty_shrunk(pool, plan), pool, plan)
 
@@ -53,7 +53,7 @@ def lora_shrink(x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor
         from kernels.gpu import lora as gpu
 
         return gpu.lora_shrink(x, pool, plan)
-    if native.library(x.dtype) is None:
+    if native.compiled(x.dtype) is None:
         return reference.lora_shrink(x, pool, plan)
     shrunk = _empty_shrunk(pool, plan)
     _launch(x, None, shrunk, pool, plan)
@@ -66,7 +66,7 @@ def lora_expand(shrunk: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: Lor
         from kernels.gpu import lora as gpu
 
         return gpu.lora_expand(shrunk, y, pool, plan)
-    if native.library(y.dtype) is None:
+    if native.compiled(y.dtype) is None:
         return reference.lora_expand(shrunk, y, pool, plan)
     _launch(None, y, shrunk, pool, plan)
 
@@ -88,7 +88,7 @@ def _launch(
     plan: LoraPlan,
 ) -> None:
     """The CPU kernel: shrink where ``x`` is given, expand where ``y`` is given."""
-    kernels = native.library(pool.a.dtype)
+    kernels = native.compiled(pool.a.dtype)
     assert kernels is not None
     _, num_projections, _, in_features = pool.a.shape
     kernels.lora(

@@ -49,7 +49,7 @@ _RETURN_STATUS = ("paged_attention", "sample")
 
 
 @functools.cache
-def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+def compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The kernels for tensors of ``dtype``; None where the torch reference must serve instead.
 
     The first call of a process may compile, which takes a few seconds: make it while starting. float32 and

@@ -25,7 +25,7 @@ def rms_norm(
         from kernels.gpu import norm as gpu
 
         return gpu.rms_norm(x, weight, eps, residual)
-    kernels = native.library(x.dtype)
+    kernels = native.compiled(x.dtype)
     if kernels is None:
         return reference.rms_norm(x, weight, eps, residual)
     out = torch.empty_like(x)

@@ -36,7 +36,7 @@ def paged_attention(
         from kernels.gpu import paged_attention as gpu
 
         return gpu.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
-    kernels = native.library(qkv.dtype)
+    kernels = native.compiled(qkv.dtype)
     if kernels is None:
         return reference.paged_attention(qkv, k_cache, v_cache, plan, num_heads=num_heads, scale=scale)
     tokens, (_, num_kv_heads, _, head_dim) = qkv.shape[0], k_cache.shape

@@ -20,7 +20,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         from kernels.gpu import sampling as gpu
 
         return gpu.sample(logits, batch)
-    kernels = native.library(logits.dtype)
+    kernels = native.compiled(logits.dtype)
     if kernels is None:
         return reference.sample(logits, batch)
     rows, vocab_size = logits.shape

@@ -28,7 +28,7 @@ GCC = shutil.which("gcc") or ""
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The module as in a new process."""
-    caches = (native.library, native._warn_once)
+    caches = (native.compiled, native._warn_once)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -42,7 +42,7 @@ def _mapped_libraries() -> set[str]:
 
 
 def test_there_are_kernels_here_and_one_openmp_runtime(dtype: torch.dtype) -> None:
-    assert native.library(dtype) is not None, "without them every other test would test the reference"
+    assert native.compiled(dtype) is not None, "without them every other test would test the reference"
     assert (
         len([name for name in _mapped_libraries() if name.startswith(("libgomp", "libomp", "libiomp"))]) == 1
     )
@@ -56,7 +56,7 @@ def test_without_a_compiler_the_reference_serves_and_one_line_says_so(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert torch.equal(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-        assert native.library(torch.bfloat16) is None
+        assert native.compiled(torch.bfloat16) is None
     assert len(caplog.records) == 1 and "install gcc" in caplog.text
 
 
@@ -68,7 +68,7 @@ def test_a_compiler_that_fails_is_quoted(
     broken.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.library(torch.float32) is None
+    assert native.compiled(torch.float32) is None
     assert "out of cheese" in caplog.text
     assert not list((tmp_path / "loraplex").iterdir()), "nothing half built stays"
 
@@ -156,7 +156,7 @@ def test_the_code_for_lesser_processors_is_right_too(
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, f"-march={target}"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = native._open_or_build(GCC, dtype)
-    monkeypatch.setattr(native, "library", lambda dtype: kernels)
+    monkeypatch.setattr(native, "compiled", lambda dtype: kernels)
 
     def close(got: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
