@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from adapters.leases import EngineLease, EngineLeases
+from gateway import tasks
 from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 
@@ -114,8 +115,7 @@ class FakeEngine(EngineServicer):
 
     async def stop(self) -> None:
         if self._beat:
-            self._beat.cancel()
-            await asyncio.gather(self._beat, return_exceptions=True)
+            await tasks.cancel(self._beat)
         await self._server.stop(None)
 
     async def _publish(self) -> None:
