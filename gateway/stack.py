@@ -187,7 +187,7 @@ async def run_stack(plan: StackPlan, report: Report) -> None:
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            report("stopping")
+            report("stopping; Ctrl-C again ends it at once")
     finally:
         stopping.cancel()
         serving.cancel()

@@ -145,7 +145,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 0
     starting.stack.stop()
-    assert list(starting.stack.lines)[-2:] == ["stopping", "stopped"]
+    assert list(starting.stack.lines)[-2:] == ["stopping; Ctrl-C again ends it at once", "stopped"]
     assert starting.processes() == {}
 
 

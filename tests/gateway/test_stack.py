@@ -105,7 +105,7 @@ async def test_children_start_in_order_and_stop_in_reverse(
     ready = [line.split(" is ready")[0] for line in lines if "is ready" in line]
     assert ready == ["first", "second"]
     assert "[first] up" in lines and "[second] up" in lines
-    assert lines[-2:] == ["stopping", "stopped"]
+    assert lines[-2:] == ["stopping; Ctrl-C again ends it at once", "stopped"]
     assert not any(pid and _alive(pid) for pid in pids)
 
 
