@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,12 @@ if not Path("/dev/nvidiactl").exists():
 @pytest.fixture(scope="session")
 def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     folder: Path = tmp_path_factory.mktemp("valkey")
-    with ValkeyServer(data_dir=folder) as server:
+    # A port of the system's choice: left to itself the server takes the same one every time, and what a run
+    # that hangs still writes there would appear in this one.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ValkeyServer(port=port, data_dir=folder) as server:
         yield server
 
 

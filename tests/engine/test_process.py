@@ -116,7 +116,10 @@ def test_an_engine_serves_is_announced_drains_and_ends(model: Path, tmp_path: Pa
 
             answers = stub.Link(messages())
             tokens = list(next(answers).tokens)
-            assert any(address in str(key) for key in redis.scan_iter("loraplex:*")), "a lease is there"
+            deadline = time.monotonic() + 5
+            while not any(address in str(key) for key in redis.scan_iter("loraplex:*")):
+                assert time.monotonic() < deadline, "a lease is there"
+                time.sleep(0.02)
             process.popen.send_signal(signal.SIGTERM)
             reason = 0
             for answer in answers:
