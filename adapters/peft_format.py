@@ -18,12 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from adapters.errors import InvalidAdapter, listed, shown
 from adapters.patterns import Budget, Pattern, UnsafePattern
 from adapters.peft_config import LoraConfig, parse_config
 from adapters.safetensors_header import TensorInfo, read_header
 
 __all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
     "BaseModelShape",
     "InvalidAdapter",
     "LoraConfig",
@@ -34,8 +37,6 @@ __all__ = [
     "read_header",
 ]
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 DTYPES = ("F32", "F16", "BF16")
 
 _PREFIX = "base_model.model."
@@ -62,6 +63,10 @@ class BaseModelShape:
     modules: Mapping[str, tuple[int, int]]
     """The linear layers of each decoder layer: ``q_proj`` → (in_features, out_features)."""
     max_lora_rank: int
+    vocab_size: int = 0
+    """Rows of the embedding; 0 where it is not known: adapters of the embedding or lm_head are refused."""
+    tied_embeddings: bool = False
+    """Whether lm_head is the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
