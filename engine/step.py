@@ -41,6 +41,12 @@ class StepAdapter:
     """Never reused while the process lives; 0, the base model, does not appear here."""
     pages: tuple[int, ...]
     rank: int
+    has_vectors: bool = False
+    """Whether it scales or shifts outputs (DoRA, ``lora_bias``), by the vectors in its last page."""
+    has_ends: bool = False
+    """Whether it changes the embedding or ``lm_head``, by weights outside its pages."""
+    vocab_size: int = 0
+    """Tokens that it can read and draw; 0: those of the base model."""
 
 
 @dataclass(slots=True)

@@ -40,3 +40,8 @@ def linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     if packed.onednn:
         return torch.ops.mkldnn._linear_pointwise(x, packed.data, None, "none", [], "")
     return dense_linear(x, packed.data)
+
+
+def unpack_weight(packed: PackedWeight) -> torch.Tensor:
+    """The weight [out, in] again, its values unchanged: the very tensor where it is shared, else a copy."""
+    return packed.data.to_dense() if packed.onednn else packed.data

@@ -1,4 +1,7 @@
-"""Low-rank adapters of many rows at once: ``y += scale * (x Aᵀ) Bᵀ``, each row with its own adapter."""
+"""Adapters of many rows at once, each row with its own: ``y += scale * (x Aᵀ) Bᵀ``.
+
+What an adapter does to the base product itself, before that and before the base's bias, is `apply_vectors`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import functools
 import torch
 
 from kernels import native, reference
-from kernels.plans import RANK_PAGE, LoraPlan, LoraPool
+from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, RowVectors
 
 
 def prepare(plan: LoraPlan) -> LoraPlan:
@@ -69,6 +72,27 @@ def lora_expand(shrunk: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: Lor
     if native.compiled(y.dtype) is None:
         return reference.lora_expand(shrunk, y, pool, plan)
     _launch(None, y, shrunk, pool, plan)
+
+
+def apply_vectors(y: torch.Tensor, pool: LoraPool, vectors: RowVectors) -> None:
+    """Scale and shift the named rows of ``y`` by their adapter's vectors, **in place**.
+
+    That is ``y += y * gain + shift``. Other rows are neither read nor written.
+
+    Args:
+        y: [T, out], contiguous, in the pool's dtype.
+    """
+    if y.is_cuda:
+        from kernels.gpu import lora_vectors as gpu
+
+        return gpu.apply_vectors(y, pool, vectors)
+    kernels = native.compiled(y.dtype)
+    if kernels is None:
+        return reference.apply_vectors(y, pool, vectors)
+    kernels.lora_vectors(
+        *(y.data_ptr(), pool.b.data_ptr(), vectors.rows.data_ptr(), vectors.pages.data_ptr()),
+        *(vectors.rows.shape[0], y.shape[1], torch.get_num_threads()),
+    )
 
 
 def _empty_shrunk(pool: LoraPool, plan: LoraPlan) -> torch.Tensor:

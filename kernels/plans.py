@@ -17,6 +17,9 @@ BLOCK_SIZE = 16
 RANK_PAGE = 16
 """Rank rows of every adapted projection that one rank page holds."""
 
+GAIN_ROW, SHIFT_ROW = RANK_PAGE - 2, RANK_PAGE - 1
+"""Where the last page of an adapter that has vectors holds them, in ``b``; its ranks end before."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -53,6 +56,19 @@ class LoraTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class RowVectors:
+    """The tokens whose adapter scales or shifts the outputs of projections (DoRA, biases).
+
+    Attributes:
+        rows: int64 [K]. Flat indices, each once.
+        pages: int64 [K]. The page that holds the vectors of each row's adapter.
+    """
+
+    rows: torch.Tensor
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlan:
     """Tokens grouped by adapter. The adapter is a property of the token, not of the sequence.
 
@@ -67,6 +83,7 @@ class LoraPlan:
         num_segments: N, on the host.
         max_segment_rows: the largest group, on the host.
         tiles: on a GPU, filled by ``kernels.lora.prepare`` once a step, before the first layer.
+        vectors: None where no adapter of the step has any: then nothing is launched for them.
     """
 
     rows: torch.Tensor
@@ -77,6 +94,7 @@ class LoraPlan:
     num_segments: int
     max_segment_rows: int
     tiles: LoraTiles | None = None
+    vectors: RowVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +109,11 @@ class LoraPool:
         b   [pages, 16, out]      page p: 16 rows of Bᵀ; columns splits[m] .. splits[m + 1] are projection m
         scales [pages, M] float32 alpha / r (or what stands for it), 0 where the adapter lacks the projection
 
+    An adapter with vectors has two rows above its ranks in its last page: ``b[page, GAIN_ROW]`` and
+    ``b[page, SHIFT_ROW]``, both [out], zero in the columns of projections that have none.
+
     Attributes:
-        a, b: in the model's dtype. Rows above an adapter's rank in its last page are zero.
+        a, b: in the model's dtype. Rows above an adapter's rank in its last page are zero, but for vectors.
         splits: M + 1 column offsets, from 0 to ``out``.
     """
 

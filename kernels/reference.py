@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from kernels.plans import BLOCK_SIZE, RANK_PAGE, AttentionPlan, LoraPlan, LoraPool
+from kernels.plans import (
+    BLOCK_SIZE,
+    GAIN_ROW,
+    RANK_PAGE,
+    SHIFT_ROW,
+    AttentionPlan,
+    LoraPlan,
+    LoraPool,
+    RowVectors,
+)
 from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
 
 UINT32 = 0xFFFFFFFF
@@ -138,6 +147,13 @@ def lora_expand(shrunk: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: Lor
                     b = pool.b[page, :live, columns].to(shrunk.dtype)
                     delta[:, columns] += shrunk[first:last, p, m, :live] @ b
         y[rows] = (y[rows].to(shrunk.dtype) + delta).to(y.dtype)
+
+
+def apply_vectors(y: torch.Tensor, pool: LoraPool, vectors: RowVectors) -> None:
+    """See ``lora.apply_vectors``."""
+    rows = _wide(y[vectors.rows])
+    gain, shift = (_wide(pool.b[vectors.pages, row]) for row in (GAIN_ROW, SHIFT_ROW))
+    y[vectors.rows] = (rows + (rows * gain + shift)).to(y.dtype)
 
 
 def _fmix32(h: torch.Tensor) -> torch.Tensor:
