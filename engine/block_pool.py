@@ -29,13 +29,26 @@ def root_hash(model_digest: bytes, kv_dtype: str, adapter_digest: bytes, cache_s
     """The parent of every first block: what must agree before two prefixes may share memory.
 
     Each part is preceded by its length, so that no two different tuples give the same bytes.
-    ``adapter_digest`` is empty for the base model.
+    ``adapter_digest`` is empty for the base model, and for an adapter that applies from a later token on.
     """
     state = sha256(b"loraplex block root")
     for part in (model_digest, kv_dtype.encode(), adapter_digest, cache_scope):
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.digest()
+
+
+def activation_hash(parent: bytes, adapter_digest: bytes, offset: int) -> bytes:
+    """The parent of the block in which an activated adapter begins to apply, at its token ``offset``.
+
+    It stands between the base model's blocks, the last of which is hashed ``parent``, and the adapter's::
+
+        root ─▶ base ─▶ base ─▶ activation ─▶ base | adapter ─▶ adapter
+                                              0  offset      16
+
+    So all adapters that begin later, and the base model, share the blocks before.
+    """
+    return sha256(b"loraplex activation" + parent + adapter_digest + bytes([offset])).digest()
 
 
 def block_hashes(parent: bytes, tokens: Sequence[int]) -> list[bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.block_pool import block_hashes
+from engine.block_pool import BLOCK_SIZE, activation_hash, block_hashes
 from engine.step import SamplingParams, StepAdapter
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ class Request:
         link: whom the outputs go to; together with ``request_id`` it names the request.
         output: tokens that were already generated elsewhere; decoding goes on after them.
         adapter_digest: empty for the base model.
-        block_root: parent of the first block's hash (`engine.block_pool.root_hash`).
+        adapter_start: the first position that the adapter applies to; the base model computes those before.
+        block_root: parent of the first block's hash (`engine.block_pool.root_hash`): the base model's, unless
+            the adapter applies from the first token on.
         sampling: for each choice, with its own seed.
         max_len: most tokens in a sequence, prompt included.
         stop_token_ids: tokens that end a sequence, the model's own end tokens among them if they count.
@@ -64,6 +66,7 @@ class Request:
     block_root: bytes
     output: Seq[int] = ()
     adapter_digest: bytes = b""
+    adapter_start: int = 0
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
@@ -76,12 +79,22 @@ class Request:
 
     def __post_init__(self) -> None:
         known = [*self.prompt, *self.output]
-        self.prompt_hashes = block_hashes(self.block_root, known)
+        border = self.adapter_start // BLOCK_SIZE * BLOCK_SIZE
+        self.prompt_hashes = block_hashes(self.block_root, known[:border])
+        parent = self.parent_hash(self.prompt_hashes)
+        self.prompt_hashes += block_hashes(parent, known[border:])
         self.banned_before_min = tuple(sorted(self.stop_token_ids))
 
     @property
     def key(self) -> tuple[Hashable, int]:
         return self.link, self.request_id
+
+    def parent_hash(self, hashes: Seq[bytes]) -> bytes:
+        """What the next block's hash follows, when ``hashes`` are those of all blocks before it."""
+        parent = hashes[-1] if hashes else self.block_root
+        if self.adapter_start and len(hashes) == self.adapter_start // BLOCK_SIZE:
+            return activation_hash(parent, self.adapter_digest, self.adapter_start % BLOCK_SIZE)
+        return parent
 
 
 class Sequence:
@@ -93,6 +106,7 @@ class Sequence:
             that a plan that holds it stays as it was.
         block_hashes: of the full blocks of ``tokens`` that are known so far.
         num_computed: tokens whose KV is written once the step scheduled last has run.
+        num_unseen: tokens drawn by steps that are under way, and thus not in ``tokens`` yet.
         num_published: blocks of the table that the prefix map knows, or could.
         num_given: tokens that came with the request.
         num_charged: of these, how many the tenant has paid for, or got from the cache.
@@ -110,6 +124,7 @@ class Sequence:
         "num_given",
         "num_prompt",
         "num_published",
+        "num_unseen",
         "order",
         "params",
         "request",
@@ -130,6 +145,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.block_hashes = list(request.prompt_hashes)
         self.num_computed = 0
+        self.num_unseen = 0
         self.num_published = 0
         self.num_charged = 0
         self.adapter: StepAdapter | None = None
@@ -143,8 +159,13 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Known tokens that are not computed yet; 1 in decode."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that are not computed yet; 1 in decode."""
+        return len(self.tokens) + self.num_unseen - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a step under way draws the last token that there is room for."""
+        return len(self.tokens) + self.num_unseen >= self.request.max_len
 
     def set_status(self, status: Status, why: str = "") -> None:
         """The only place where a life moves on."""

@@ -36,6 +36,7 @@ def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Req
     stop = set(message.stop_token_ids)
     if not message.ignore_eos:
         stop.update(model.eos_token_ids)
+    rooted_in = b"" if message.adapter_start else message.adapter_digest
     now = time.monotonic()
     return Request(
         link=link,
@@ -47,7 +48,8 @@ def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Req
         min_tokens=message.min_tokens,
         stop_token_ids=frozenset(stop),
         adapter_digest=message.adapter_digest,
-        block_root=root_hash(model.digest, model.dtype, message.adapter_digest, message.cache_scope),
+        adapter_start=message.adapter_start,
+        block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
         tenant=message.tenant,
         weight=message.weight or 1.0,
         priority=message.priority,
@@ -93,6 +95,9 @@ def _check_service(message: pb.Submit, model: pb.ModelInfo) -> None:
         not size or model.num_rank_pages > 0,
         "this engine has no memory for adapters; start it with a larger --lora-memory-bytes",
     )
+    start, length = message.adapter_start, len(message.prompt_tokens)
+    _require(not start or size > 0, "adapter_start is set, but there is no adapter")
+    _require(start < length, f"adapter_start is {start}, beyond the last of the prompt's {length} tokens")
     _require(len(message.cache_scope) <= MAX_SCOPE_BYTES, f"cache_scope is over {MAX_SCOPE_BYTES} bytes")
     _require(
         message.weight == 0 or 1e-6 <= message.weight <= 1e6,

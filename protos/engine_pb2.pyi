@@ -44,7 +44,7 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "output_tokens", "adapter_digest", "cache_scope", "tenant", "weight", "priority", "seeds", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "deadline_ms")
+    __slots__ = ("request_id", "prompt_tokens", "output_tokens", "adapter_digest", "cache_scope", "tenant", "weight", "priority", "seeds", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "deadline_ms", "adapter_start", "vocab_size")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,8 @@ class Submit(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_START_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -75,7 +77,9 @@ class Submit(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     deadline_ms: int
-    def __init__(self, request_id: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[bytes] = ..., cache_scope: _Optional[bytes] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    adapter_start: int
+    vocab_size: int
+    def __init__(self, request_id: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[bytes] = ..., cache_scope: _Optional[bytes] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., adapter_start: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values", "logprobs")

@@ -70,26 +70,37 @@ class BlockTables:
         return True
 
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
-        """Starts a sibling from the leader's prompt, all of which is computed: it shares every block.
+        """Starts a sibling from the leader's prompt, all of which is computed: it shares the prompt's blocks.
 
-        The prompt's last token is left for it to compute again, since its logits are needed.
+        The prompt's last token is left for it to compute again, since its logits are needed. The leader may
+        be ahead by a step already, and has written beyond the prompt into the last of them: what is there is
+        not in the sibling's context, and whoever writes next takes a copy.
         """
-        sibling.block_ids = list(leader.block_ids)
+        sibling.block_ids = leader.block_ids[: blocks_for(len(sibling.tokens))]
         self._pool.acquire(sibling.block_ids)
         sibling.num_computed = len(sibling.tokens) - 1
         sibling.num_published = sibling.num_computed // BLOCK_SIZE
 
-    def publish(self, seq: Sequence) -> None:
-        """Makes the blocks that are completely written findable. Call it when their step has run."""
-        full = seq.num_computed // BLOCK_SIZE
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Makes the blocks of the first ``num_tokens`` tokens findable, those that are full.
+
+        Call it when the step that wrote the last of them has run.
+        """
+        full = num_tokens // BLOCK_SIZE
         while seq.num_published < full:
             index = seq.num_published
             if index == len(seq.block_hashes):
-                parent = seq.block_hashes[-1] if seq.block_hashes else seq.request.block_root
                 tokens = seq.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
-                seq.block_hashes += block_hashes(parent, tokens)
+                seq.block_hashes += block_hashes(seq.request.parent_hash(seq.block_hashes), tokens)
             self._pool.publish(seq.block_ids[index], seq.block_hashes[index])
             seq.num_published += 1
+
+    def forget(self, seq: Sequence) -> None:
+        """Makes what a sequence has published, and given back since, not to be found by anyone."""
+        found = self._pool.lookup(seq.block_hashes)
+        self._pool.acquire(found)
+        self._pool.forget(found)
+        self._pool.release(found)
 
     def release(self, seq: Sequence, *, spoiled: bool = False) -> None:
         """Takes the table away. ``spoiled``: what the blocks contain is not to be found by anyone."""

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from engine.sequence import Sequence
-from engine.step import StepRow
+from engine.step import UNSEEN, StepRow
+
+_UNSEEN = (UNSEEN,)
 
 
 def make_row(seq: Sequence, count: int) -> StepRow:
     """The next ``count`` tokens of a running sequence. A row that reaches its end draws a token.
 
-    The row names the sequence's own block table, which only grows while the sequence runs.
+    The row names the sequence's own block table, which only grows while the sequence runs. A token that the
+    host has not read yet is the row's only one, since it was drawn where all before it was computed.
     """
     start = seq.num_computed
     end = start + count
-    tokens = seq.tokens
-    if end < len(tokens):
-        return StepRow(seq.seq_id, tokens[start:end], start, seq.block_ids, seq.adapter)
-    params, request = seq.params, seq.request
+    tokens, request = seq.tokens, seq.request
+    if end < len(tokens) + seq.num_unseen:
+        return StepRow(
+            seq.seq_id, tokens[start:end], start, seq.block_ids, seq.adapter, request.adapter_start
+        )
+    params = seq.params
     penalized = params.has_penalties
     return StepRow(
         seq.seq_id,
-        tokens[start:],
+        tokens[start:] or _UNSEEN,
         start,
         seq.block_ids,
         seq.adapter,
-        0,
+        request.adapter_start,
         params,
         request.prompt if penalized else (),
         tokens[seq.num_prompt :] if penalized else (),
-        request.banned_before_min if seq.num_output < request.min_tokens else (),
+        request.banned_before_min if seq.num_output + seq.num_unseen < request.min_tokens else (),
     )

@@ -46,6 +46,7 @@ def make_request(
     request_id: int = 1,
     max_tokens: int = 8,
     adapter: str = "",
+    adapter_start: int = 0,
     scope: str = "scope",
     n: int = 1,
     output: Sequence[int] = (),
@@ -69,8 +70,9 @@ def make_request(
         output=list(output),
         sampling=tuple(SamplingParams(seed=seed, logprobs=logprobs) for seed in range(n)),
         max_len=min(len(tokens) + max_tokens, max_model_len),
-        block_root=root_hash(MODEL_DIGEST, "float32", digest, scope.encode()),
+        block_root=root_hash(MODEL_DIGEST, "float32", b"" if adapter_start else digest, scope.encode()),
         adapter_digest=digest,
+        adapter_start=adapter_start,
         tenant=tenant,
         weight=weight,
         priority=priority,
@@ -146,9 +148,12 @@ class FakeRunner:
     def _run(self, row: StepRow, written: dict[int, int]) -> bytes:
         """Extends the chain of the row's tokens; what a slot holds stands for all that went before it."""
         adapter = self._adapter(row)
-        state = adapter.digest if adapter else b""
+        start = row.adapter_start if adapter else None
+        state = b""
         assert len(row.block_ids) * BLOCK_SIZE >= row.start + len(row.tokens), "the table is too short"
         for position in range(row.start):
+            if adapter and position == start:
+                state = activate(state, adapter.digest)
             before, after = self.slots[self._slot(row, position)]
             assert before == state, "the table leads to another context's keys and values"
             state = after
@@ -156,6 +161,8 @@ class FakeRunner:
             slot = self._slot(row, position)
             block = slot // BLOCK_SIZE
             assert written.setdefault(block, row.seq_id) == row.seq_id, "two rows write to one block"
+            if adapter and position == start:
+                state = activate(state, adapter.digest)
             before, state = state, link_state(state, token)
             self.slots[slot] = (before, state)
         return state
@@ -182,6 +189,11 @@ class FakeRunner:
         return block * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+def activate(state: bytes, adapter_digest: bytes) -> bytes:
+    """The context from which on an adapter applies."""
+    return hashlib.blake2b(state + b"activate" + adapter_digest, digest_size=16).digest()
+
+
 def link_state(state: bytes, token: int) -> bytes:
     return hashlib.blake2b(state + token.to_bytes(4, "little"), digest_size=16).digest()
 
@@ -198,8 +210,10 @@ def draw(state: bytes, seed: int, banned: Sequence[int] = ()) -> int:
 
 def expected_output(request: Request, choice: int = 0) -> list[int]:
     """What the fake model answers if nothing ever goes wrong."""
-    state = request.adapter_digest
-    for token in (*request.prompt, *request.output):
+    state = b""
+    for position, token in enumerate((*request.prompt, *request.output)):
+        if request.adapter_digest and position == request.adapter_start:
+            state = activate(state, request.adapter_digest)
         state = link_state(state, token)
     tokens = list(request.output)
     while len(request.prompt) + len(tokens) < request.max_len:

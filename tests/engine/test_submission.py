@@ -42,6 +42,13 @@ def test_a_plain_request() -> None:
     assert params.logprobs is None
 
 
+def test_an_activated_adapter_is_rooted_in_the_base_model() -> None:
+    message = submit(adapter_digest=b"a" * 32, cache_scope=b"scope", adapter_start=2)
+    request = parse_submit(message, "link", MODEL)
+    assert (request.adapter_digest, request.adapter_start) == (b"a" * 32, 2)
+    assert request.block_root == root_hash(b"m" * 32, "float32", b"", b"scope")
+
+
 def test_all_sampling_fields_arrive() -> None:
     sampling = pb.Sampling(
         temperature=0.5,
@@ -94,6 +101,11 @@ def test_lengths_end_and_deadline() -> None:
         ({"seeds": []}, "0 choices: this engine takes 1 to 8"),
         ({"seeds": range(9)}, "9 choices"),
         ({"adapter_digest": b"short"}, "adapter_digest has 5 bytes instead of 32"),
+        ({"adapter_start": 1}, "adapter_start is set, but there is no adapter"),
+        (
+            {"adapter_digest": b"a" * 32, "adapter_start": 3},
+            "adapter_start is 3, beyond the last of the prompt's 3",
+        ),
         ({"cache_scope": b"x" * 257}, "cache_scope is over 256 bytes"),
         ({"weight": -1.0}, "weight is -1.0"),
         ({"weight": math.nan}, "weight is nan"),

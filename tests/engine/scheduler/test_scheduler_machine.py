@@ -39,6 +39,7 @@ WISHES = st.fixed_dictionaries(
         "base": st.integers(0, 1),
         "length": st.integers(1, 60),
         "adapter": st.sampled_from(["", "", "", *ADAPTERS]),
+        "start": st.sampled_from([0, 0, 1, 15, 16, 17, 32, 40, 59]),
         "n": st.sampled_from([1, 1, 2, 3]),
         "tenant": st.integers(0, 2),
         "link": st.sampled_from(LINKS),
@@ -96,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         arguments: dict[str, Any] = {
             "prompt": [wish["base"] * 100 + index // 20 for index in range(wish["length"])],
             "adapter": wish["adapter"],
+            "adapter_start": min(wish["start"], wish["length"] - 1) if wish["adapter"] else 0,
             "max_tokens": wish["max_tokens"],
             "max_model_len": self.engine.pool.num_blocks * 16,
             "stop": range(0, VOCAB_SIZE, 20) if wish["stop"] else (),
