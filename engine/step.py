@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+UNSEEN = -1
+"""Stands for a token that was drawn on the device in the step before, and that the host has not read yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -59,6 +62,7 @@ class StepRow:
 
     seq_id: int
     tokens: Sequence[int]
+    """``(UNSEEN,)``: what this sequence's row of the step before has drawn."""
     start: int
     block_ids: Sequence[int]
     """The block table; covers ``start + len(tokens)`` tokens. It may grow, and changes in no other way."""

@@ -36,8 +36,9 @@ class Roster:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_id.values())
 
-    def __getitem__(self, seq_id: int) -> Sequence:
-        return self._by_id[seq_id]
+    def get(self, seq_id: int) -> Sequence | None:
+        """A sequence, unless it has ended."""
+        return self._by_id.get(seq_id)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries

@@ -55,8 +55,12 @@ class _Step:
 class Scheduler:
     """The sole writer of sequences and queues. Not thread-safe: it lives on the loop's thread.
 
-    Call `schedule`, run its plan, and then `update` with the result or `fail` with the reason; between
-    these, call nothing else. A sequence counts as computed from `schedule` on.
+    Call `schedule`, run its plan, and then `update` with the result or `fail` with the reason, in the order
+    of the plans. One plan may be under way when the next is made: a step's tokens are then unknown here, and
+    sequences go on without (`engine.step.UNSEEN`). Whoever turns out to have ended by such a token, or is
+    ended or preempted meanwhile, gives its blocks and pages back at once, though a step under way still
+    writes and reads them. That is safe because the device runs steps, and whatever is copied for them, in
+    the order of their plans: what the next owner writes comes later. What such a row draws is told nobody.
     """
 
     def __init__(
@@ -173,20 +177,28 @@ class Scheduler:
         """Takes in a step that has run: new tokens, blocks that are full now, sequences that end."""
         outcomes = iter(result.rows)
         for row in plan.rows:
-            seq = self._roster[row.seq_id]
             outcome = next(outcomes) if row.sampling is not None else None
-            if outcome is not None and outcome.error is not None:
-                self._end_spoiled(seq, outcome.error)
+            seq = self._roster.get(row.seq_id)
+            if seq is None:
                 continue
-            if seq.num_computed // BLOCK_SIZE > seq.num_published:
-                self._tables.publish(seq)
+            if outcome is not None:
+                seq.num_unseen -= 1
+                if outcome.error is not None:
+                    self._end_spoiled(seq, outcome.error)
+                    continue
+            if seq.status is Status.RUNNING:
+                num_tokens = row.start + len(row.tokens)
+                if num_tokens // BLOCK_SIZE > seq.num_published:
+                    self._tables.publish(seq, num_tokens)
             if outcome is not None:
                 self._take_token(seq, outcome)
 
     def fail(self, plan: StepPlan, why: str) -> None:
         """Ends every sequence of a step that did not run to its end; nothing that it wrote is trusted."""
         for row in plan.rows:
-            self._end_spoiled(self._roster[row.seq_id], why)
+            seq = self._roster.get(row.seq_id)
+            if seq is not None:
+                self._end_spoiled(seq, why)
 
     def check(self) -> None:
         """Asserts the invariants of everything that sequences hold. Call it between steps."""
@@ -209,7 +221,7 @@ class Scheduler:
         running, all_fit, index = self._running, True, 0
         while index < len(running):
             seq = running[index]
-            if len(seq.tokens) - seq.num_computed == 1:
+            if seq.num_missing == 1 and not seq.is_ending:
                 if not self._tables.prepare_write(seq, step.copies):
                     self._preempt(running[-1])
                     all_fit = False
@@ -224,7 +236,7 @@ class Scheduler:
             return
         planned = {row.seq_id for row in step.rows}
         for seq in self._running:
-            if step.budget > 0 and seq.seq_id not in planned:
+            if step.budget > 0 and seq.seq_id not in planned and not seq.is_ending:
                 self._plan_row(step, seq)
 
     def _admit(self, step: _Step) -> None:
@@ -253,9 +265,12 @@ class Scheduler:
     def _plan_row(self, step: _Step, seq: Sequence) -> None:
         """Adds the next tokens of a sequence to the step, as many as the budget allows, and charges them."""
         count = min(seq.num_missing, step.budget)
-        step.rows.append(make_row(seq, count))
+        row = make_row(seq, count)
+        step.rows.append(row)
         step.budget -= count
         seq.num_computed += count
+        if row.sampling is not None:
+            seq.num_unseen += 1
         if seq.num_charged < seq.num_given:
             paid = min(seq.num_computed, seq.num_given)
             if paid > seq.num_charged:
@@ -292,7 +307,7 @@ class Scheduler:
     def _take_token(self, seq: Sequence, outcome: RowResult) -> None:
         """Appends a token to a sequence, and ends it if that was the last."""
         assert outcome.seq_id == seq.seq_id, "results are not in the plan's order"
-        if seq.siblings:
+        if seq.siblings and seq.status is Status.RUNNING:
             self._fork_siblings(seq)
         request, token = seq.request, outcome.token
         seq.tokens.append(token)
@@ -343,6 +358,8 @@ class Scheduler:
             self._stop_running(seq, spoiled=spoiled)
         elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
+            if spoiled:  # preempted while the step that spoiled it was under way
+                self._tables.forget(seq)
         else:
             self._detach(seq)
         seq.set_status(Status.FINISHED, reason.name)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.adapter_tiers import AdapterTiers, HostCopy
 from engine.block_pool import BLOCK_SIZE, BlockPool, root_hash
@@ -18,7 +19,7 @@ from engine.rank_pages import RankPages
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
-from engine.step import RowResult, SamplingParams, StepPlan, StepResult, StepRow
+from engine.step import UNSEEN, RowResult, SamplingParams, StepPlan, StepResult, StepRow
 
 VOCAB_SIZE = 1000
 MODEL_DIGEST = b"m" * 32
@@ -102,6 +103,23 @@ class FakeStore:
         return self.adapters[digest]
 
 
+class PendingResult:
+    """The result of a step that a `FakeRunner` may not have run yet."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self._result: StepResult | None = None
+
+    def fill(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        """Lets the device run until it has this step."""
+        while self._result is None:
+            self._runner.queue.popleft()()
+        return self._result
+
+
 @dataclass
 class FakeRunner:
     """Runs plans on digests instead of tensors, and asserts that each row reads what is its own."""
@@ -114,6 +132,10 @@ class FakeRunner:
     """Time that a step takes, as a device would: without the interpreter's lock."""
     before: Callable[[StepPlan], None] = lambda plan: None
     num_steps: int = 0
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    """What the device has yet to do, in order; it does it as late as it can."""
+    drawn: dict[int, int] = field(default_factory=dict)
+    """By sequence: the tokens of the step that ran last."""
     slots: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """By slot: what the context was before its token, and what it is with it."""
     pages: dict[int, FakeAdapter] = field(default_factory=dict)
@@ -121,12 +143,21 @@ class FakeRunner:
     def write_adapter(self, pages: Sequence[int], adapter: HostCopy) -> None:
         assert isinstance(adapter, FakeAdapter)
         assert all(0 <= page < self.num_pages for page in pages)
-        for page in pages:
-            self.pages[page] = adapter
+        self.queue.append(lambda: self.pages.update(dict.fromkeys(pages, adapter)))
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).result()
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Queues a plan as it is now: block tables grow afterwards."""
         self.num_steps += 1
         self.before(plan)
+        rows = tuple(replace(row, block_ids=tuple(row.block_ids)) for row in plan.rows)
+        pending = PendingResult(self)
+        self.queue.append(lambda: pending.fill(self._compute(replace(plan, rows=rows))))
+        return pending
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         assert len(plan.rows) <= self.max_num_seqs
         assert sum(len(row.tokens) for row in plan.rows) <= self.max_num_batched_tokens
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
@@ -138,9 +169,12 @@ class FakeRunner:
         written: dict[int, int] = {}
         results: list[RowResult] = []
         for row in plan.rows:
+            if row.tokens[0] == UNSEEN:
+                row = replace(row, tokens=(self.drawn[row.seq_id],))
             state = self._run(row, written)
             if row.sampling is not None:
                 results.append(self._draw(row, state))
+        self.drawn = {result.seq_id: result.token for result in results}
         if self.step_s:
             time.sleep(self.step_s)
         return StepResult(tuple(results))
@@ -237,6 +271,9 @@ class Engine:
     pages: RankPages
     pool: BlockPool
     gate: AdapterGate
+    depth: int = 0
+    """Steps under way while the next is planned, as in `engine.loop.EngineLoop`."""
+    under_way: deque[tuple[StepPlan, PendingResult]] = field(default_factory=deque)
     tokens: dict[tuple[Hashable, int, int], list[int]] = field(default_factory=dict)
     finished: dict[tuple[Hashable, int, int], tuple[str, str]] = field(default_factory=dict)
     started: dict[tuple[Hashable, int], int] = field(default_factory=dict)
@@ -245,10 +282,18 @@ class Engine:
         """One turn of the loop, with every invariant checked after it."""
         plan = self.scheduler.schedule()
         if plan.rows:
-            self.scheduler.update(plan, self.runner.execute(plan))
+            self.under_way.append((plan, self.runner.submit(plan)))
+        if len(self.under_way) > self.depth or not plan.rows:
+            self.take_in()
         self.collect()
         self.scheduler.check()
         return plan
+
+    def take_in(self) -> None:
+        """Tells the scheduler of the oldest step under way, if there is one."""
+        if self.under_way:
+            plan, pending = self.under_way.popleft()
+            self.scheduler.update(plan, pending.result())
 
     def collect(self) -> None:
         for link, out in self.scheduler.take_outputs().items():
@@ -266,6 +311,8 @@ class Engine:
         """Steps until nobody is left; returns the number of steps."""
         for count in range(max_steps):
             if not self.scheduler.num_running + self.scheduler.num_waiting:
+                while self.under_way:
+                    self.take_in()
                 return count
             if not self.step().rows:
                 self.wait_for_loads()
@@ -295,6 +342,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
     wake: Callable[[], None] = lambda: None,
+    depth: int = 0,
 ) -> Engine:
     """A scheduler over a fake runner and a fake store; small, so that everything runs short."""
     store = FakeStore()
@@ -305,4 +353,4 @@ def make_engine(
     gate = AdapterGate(pages, tiers, runner.write_adapter)
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_num_waiting)
     scheduler = Scheduler(limits, pool, gate, clock=clock)
-    return Engine(scheduler, runner, store, tiers, pages, pool, gate)
+    return Engine(scheduler, runner, store, tiers, pages, pool, gate, depth)

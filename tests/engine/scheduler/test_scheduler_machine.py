@@ -62,8 +62,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(8, 64),
         caching=st.booleans(),
         host_bytes=st.sampled_from([100, 1000]),
+        depth=st.sampled_from([0, 1]),
     )
-    def start(self, num_blocks: int, num_seqs: int, budget: int, caching: bool, host_bytes: int) -> None:
+    def start(
+        self, num_blocks: int, num_seqs: int, budget: int, caching: bool, host_bytes: int, depth: int
+    ) -> None:
         self.now = 0.0
         self.engine = make_engine(
             num_blocks=num_blocks,
@@ -73,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_waiting=30,
             enable_prefix_caching=caching,
             host_bytes=host_bytes,
+            depth=depth,
             clock=lambda: self.now,
         )
         self.threads = ManualThreads()
@@ -156,7 +160,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.abort_link(link)
             self.requests = {key: request for key, request in self.requests.items() if key[0] != link}
         elif what == "failure":
-            scheduler.fail(scheduler.schedule(), "it broke")
+            plan = scheduler.schedule()
+            self.engine.take_in()
+            scheduler.fail(plan, "it broke")
         elif what == "unload":
             gate.unload(digest_of(adapter))
         else:
