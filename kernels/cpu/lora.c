@@ -13,6 +13,10 @@ enum {
     SHRINK_ROWS = 2,
     ROW_TILE = 64,    /* rows of x that a unit of shrink takes: they stay in the second-level cache */
     EXPAND_ROWS = 4,
+    PACKED_ROWS = 6,   /* the same, of a segment that is long enough to repay packing its B */
+    PACKED_FROM = 24,  /* rows of such a segment */
+    PACKED_PAGES = 4,  /* at most, of its adapter */
+    PACKED_TILES = 8,  /* packed at once: rows of y lie far apart, so a visit to one should be long */
     EXPAND_VECTORS = 4,
     COLUMN_TILE = EXPAND_VECTORS * 16,
     PARALLEL_FROM = 1 << 15, /* multiplications */
@@ -154,13 +158,112 @@ static void expand_tile(const Problem *p, long segment, long projection, long co
         expand_columns(p, segment, projection, column, width);
 }
 
+/* B's words in a page's tile of columns: two neighbouring rank rows to a word where a word has room. */
+typedef u32x16 PackedB[RANK_PAGE / PACK][EXPAND_VECTORS];
+
+/* A segment's live pages in some tiles of columns. */
+typedef struct {
+    PackedB b[PACKED_TILES][PACKED_PAGES];
+    long page[PACKED_PAGES], live[PACKED_PAGES];
+    long count;
+} Packed;
+
+ALWAYS_INLINE void pack_tile(const Problem *p, long segment, long page, long column, long width, PackedB tile) {
+    long live = live_ranks(p, segment, page), id = p->segment_pages[segment * p->max_pages + page];
+    const element *b = p->b + id * RANK_PAGE * p->out + column;
+    for (long k = 0; k < RANK_PAGE; k++)
+        for (int c = 0; c < EXPAND_VECTORS; c++)
+            set_words(&tile[k / PACK][c], k % PACK,
+                      k < live ? load_part(b + k * p->out + c * 16, width - c * 16) : splat(0));
+}
+
+static void pack_columns(const Problem *p, long segment, long projection, long column, long end, Packed *packed) {
+    packed->count = 0;
+    for (long page = 0; page < p->max_pages; page++) {
+        long live = live_ranks(p, segment, page);
+        if (live <= 0 || scale_of(p, segment, page, projection) == 0) continue;
+        for (long t = 0; column + t * COLUMN_TILE < end; t++) {
+            long at = column + t * COLUMN_TILE;
+            pack_tile(p, segment, page, at, least(COLUMN_TILE, end - at), packed->b[t][packed->count]);
+        }
+        packed->page[packed->count] = page;
+        packed->live[packed->count++] = live;
+    }
+}
+
+/* As expand_rows, of one packed tile. v has the rows' words: [PACKED_PAGES, RANK_PAGE] to a row. */
+ALWAYS_INLINE void expand_packed(const Packed *packed, long tile, const element *v, element **y, long width,
+                                 int rows) {
+    f32x16 acc[PACKED_ROWS][EXPAND_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < EXPAND_VECTORS; c++)
+            acc[r][c] = load_part(y[r] + tile * COLUMN_TILE + c * 16, width - c * 16);
+    for (long i = 0; i < packed->count; i++)
+        for (long k = 0; k < RANK_PAGE; k += PACK)
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                u32x16 factor = splat_word(v + (r * PACKED_PAGES + i) * RANK_PAGE + k);
+#pragma GCC unroll 4
+                for (int c = 0; c < EXPAND_VECTORS; c++)
+                    acc[r][c] = multiply_add(acc[r][c], factor, packed->b[tile][i][k / PACK][c]);
+            }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < EXPAND_VECTORS; c++)
+            store_part(y[r] + tile * COLUMN_TILE + c * 16, acc[r][c], width - c * 16);
+}
+
+/* In bfloat16 the shrunk rows are rounded to it here, as they are where the two products are two calls. */
+ALWAYS_INLINE void expand_block(const Problem *p, const Packed *packed, long projection, long column, long end,
+                                long entry, int rows) {
+    element v[PACKED_ROWS][PACKED_PAGES][RANK_PAGE], *y[PACKED_ROWS];
+    for (int r = 0; r < rows; r++) {
+        y[r] = p->y + p->rows[entry + r] * p->out + column;
+        for (long i = 0; i < packed->count; i++) {
+            f32x16 row;
+            memcpy(&row, shrunk_row(p, entry + r, packed->page[i], projection), sizeof row);
+            store16(v[r][i], choose(lane_ids() < (int)packed->live[i], row, splat(0)));
+        }
+    }
+    for (long t = 0; column + t * COLUMN_TILE < end; t++) {
+        long width = end - column - t * COLUMN_TILE;
+        if (width >= COLUMN_TILE)
+            expand_packed(packed, t, v[0][0], y, COLUMN_TILE, rows);
+        else
+            expand_packed(packed, t, v[0][0], y, width, rows);
+    }
+}
+
+/* This thread's share of a long segment's rows. */
+static void expand_long(const Problem *p, long segment, long thread) {
+    long start = p->segment_starts[segment], length = p->segment_starts[segment + 1] - start;
+    long first = start + length * thread / p->threads, last = start + length * (thread + 1) / p->threads;
+    Packed packed;
+    for (long m = 0; m < p->num_projections; m++)
+        for (long column = p->splits[m], end; column < p->splits[m + 1]; column = end) {
+            end = least(column + PACKED_TILES * COLUMN_TILE, p->splits[m + 1]);
+            pack_columns(p, segment, m, column, end, &packed);
+            long entry = first;
+            for (; entry + PACKED_ROWS <= last; entry += PACKED_ROWS)
+                expand_block(p, &packed, m, column, end, entry, PACKED_ROWS);
+            for (; entry < last; entry++) expand_block(p, &packed, m, column, end, entry, 1);
+        }
+}
+
+static int is_long(const Problem *p, long segment) {
+    return p->segment_starts[segment + 1] - p->segment_starts[segment] >= PACKED_FROM &&
+           p->max_pages <= PACKED_PAGES;
+}
+
 static void expand(const Problem *p, long thread) {
     long turn = 0;
     for (long n = 0; n < p->num_segments; n++)
-        for (long m = 0; m < p->num_projections; m++)
-            for (long column = p->splits[m]; column < p->splits[m + 1]; column += COLUMN_TILE)
-                if (turn++ % p->threads == thread)
-                    expand_tile(p, n, m, column, least(COLUMN_TILE, p->splits[m + 1] - column));
+        if (is_long(p, n))
+            expand_long(p, n, thread);
+        else
+            for (long m = 0; m < p->num_projections; m++)
+                for (long column = p->splits[m]; column < p->splits[m + 1]; column += COLUMN_TILE)
+                    if (turn++ % p->threads == thread)
+                        expand_tile(p, n, m, column, least(COLUMN_TILE, p->splits[m + 1] - column));
 }
 
 /* Shrink where x is given, expand where y is given. Shapes are as in LoraPlan and LoraPool. */

@@ -119,6 +119,27 @@ ALWAYS_INLINE u32x16 load_words(const element *p, long n) {
 #endif
 }
 
+/* Makes 16 elements the given halves of 16 words: 0 the first or only one, 1 the second. */
+ALWAYS_INLINE void set_words(u32x16 *words, int half, f32x16 x) {
+#if PACK == 2
+    element rounded[16];
+    u16x16 bits;
+    store16(rounded, x);
+    memcpy(&bits, rounded, sizeof bits);
+    u32x16 wide = __builtin_convertvector(bits, u32x16);
+    *words = half ? *words | wide << 16 : wide;
+#else
+    *words = (u32x16)x;
+#endif
+}
+
+/* One word, from the PACK elements at p, in all lanes. */
+ALWAYS_INLINE u32x16 splat_word(const element *p) {
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    return word - (u32x16){0};
+}
+
 /* acc + the dot product of each lane's word. */
 ALWAYS_INLINE f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b) {
 #if PACK == 2
