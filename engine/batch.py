@@ -7,16 +7,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from engine.drawn_tokens import DrawnTokens, fill_unseen
+from engine.model.adapter_weights import pages_of_rank
 from engine.model.llama import ForwardBatch
 from engine.step import StepAdapter, StepRow
-from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan
+from engine.transfer import to_device
+from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan, RowVectors
 
 
 def build_forward_batch(
-    rows: Sequence[StepRow], device: torch.device, *, page_widths: Sequence[int] = ()
+    rows: Sequence[StepRow],
+    device: torch.device,
+    *,
+    page_widths: Sequence[int] = (),
+    drawn: DrawnTokens | None = None,
 ) -> ForwardBatch:
-    """Lay out a step's rows as one flat batch of tokens, in their order.
+    """Lay out a step's rows as one flat batch of tokens, in their order. The host waits for nothing.
 
+    Tokens that no host has seen are taken from ``drawn``, what the step before has drawn.
     The table of rank pages is padded to the least of ``page_widths`` that holds it, if there is one: kernels
     may be compiled for its width.
 
@@ -33,11 +41,12 @@ def build_forward_batch(
     first_positions = np.fromiter((row.start for row in rows), np.int64, len(rows))
     positions = np.arange(starts[-1]) + (first_positions - starts[:-1])[owners]
     sampled = np.fromiter((row.sampling is not None for row in rows), np.bool_, len(rows))
+    tokens = to_device(np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]), device)
     return ForwardBatch(
-        tokens=_tensor(np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]), device),
+        tokens=fill_unseen(tokens, starts[:-1], rows, drawn),
         attention=_attention_plan(rows, starts, owners, positions, first_positions + lengths, device),
         lora=_lora_plan(rows, starts, device, page_widths),
-        output_rows=_tensor(starts[1:][sampled] - 1, device),
+        output_rows=to_device(starts[1:][sampled] - 1, device),
     )
 
 
@@ -53,11 +62,11 @@ def _attention_plan(
     blocks = tables[owners, positions // BLOCK_SIZE]
     assert (blocks >= 0).all(), "a row's block table covers every token of its step"
     return AttentionPlan(
-        query_starts=_tensor(starts.astype(np.int32), device),
-        context_lens=_tensor(context_lens.astype(np.int32), device),
-        block_tables=_tensor(tables, device),
-        slots=_tensor(blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, device),
-        positions=_tensor(positions, device),
+        query_starts=to_device(starts.astype(np.int32), device),
+        context_lens=to_device(context_lens.astype(np.int32), device),
+        block_tables=to_device(tables, device),
+        slots=to_device(blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, device),
+        positions=to_device(positions, device),
         max_query_len=int(np.diff(starts).max()),
         max_context_len=int(context_lens.max()),
     )
@@ -81,22 +90,40 @@ def _lora_plan(
     np.cumsum(sizes, out=segment_starts[1:])
     flat = np.concatenate(segments) if segments else np.zeros(0, np.int32)
     return LoraPlan(
-        rows=_tensor(flat, device),
-        segment_starts=_tensor(segment_starts, device),
-        segment_pages=_tensor(
-            _padded([adapter.pages for adapter in adapters.values()], page_width(adapters, page_widths)),
+        rows=to_device(flat, device),
+        segment_starts=to_device(segment_starts, device),
+        segment_pages=to_device(
+            _padded([_ranked_pages(a) for a in adapters.values()], page_width(adapters, page_widths)),
             device,
         ),
-        segment_ranks=_tensor(np.array([adapter.rank for adapter in adapters.values()], np.int32), device),
+        segment_ranks=to_device(np.array([adapter.rank for adapter in adapters.values()], np.int32), device),
         num_rows=len(flat),
         num_segments=len(segments),
         max_segment_rows=max(sizes, default=0),
+        vectors=_row_vectors(segments, list(adapters.values()), device),
     )
 
 
+def _row_vectors(
+    segments: Sequence[np.ndarray], adapters: Sequence[StepAdapter], device: torch.device
+) -> RowVectors | None:
+    """The tokens of those adapters that have vectors, each with the page that holds them."""
+    owned = [(rows, a.pages[-1]) for rows, a in zip(segments, adapters, strict=True) if a.has_vectors]
+    if not owned:
+        return None
+    rows = np.concatenate([segment for segment, _ in owned]).astype(np.int64)
+    pages = np.concatenate([np.full(len(segment), page, np.int64) for segment, page in owned])
+    return RowVectors(to_device(rows, device), to_device(pages, device))
+
+
+def _ranked_pages(adapter: StepAdapter) -> Sequence[int]:
+    """Its pages without a last one that holds vectors alone."""
+    return adapter.pages[: pages_of_rank(adapter.rank)]
+
+
 def page_width(adapters: Mapping[int, StepAdapter], widths: Sequence[int]) -> int:
-    """The least of the ascending ``widths`` that holds each adapter's pages; if none does, what they need."""
-    needed = max((len(adapter.pages) for adapter in adapters.values()), default=0)
+    """The least of the ascending ``widths`` that holds each adapter's ranks; if none does, what they need."""
+    needed = max((pages_of_rank(adapter.rank) for adapter in adapters.values()), default=0)
     return next((width for width in widths if width >= needed), needed)
 
 
@@ -106,7 +133,3 @@ def _padded(lists: Sequence[Sequence[int]], min_width: int = 0) -> np.ndarray:
     for i, ids in enumerate(lists):
         table[i, : len(ids)] = ids
     return table
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

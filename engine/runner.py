@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from engine.adapter_copies import AdapterCopies
 from engine.batch import build_forward_batch
+from engine.drawn_tokens import DrawnTokens
 from engine.graphs import DecodeGraphs
 from engine.kv_cache import KVCache
+from engine.model.adapter_ends import ResidentEnds, StepEnds
 from engine.model.adapter_weights import HostAdapter, pages_of_rank
 from engine.model.llama import ForwardBatch
 from engine.model.loading import LoadedModel
 from engine.model.lora_pool import RankPagePool
-from engine.sampler import draw
+from engine.sampler import EmptyStep, PendingStep, draw
 from engine.step import SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
+from engine.transfer import Readback
 from kernels.plans import BLOCK_SIZE, RANK_PAGE
 
 
@@ -51,6 +56,10 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self._cache = KVCache(model.config, num_blocks, model.dtype, model.device)
         self._adapters = RankPagePool(model.config, num_rank_pages, model.dtype, model.device)
+        self._ends = ResidentEnds(model.device)
+        self._adapter_copies = AdapterCopies(model.device)
+        self._readback = Readback(model.device)
+        self._drawn: DrawnTokens | None = None
 
     def warm_up(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Run the largest prefill and the largest decode once, before serving.
@@ -86,29 +95,58 @@ class Runner:
             device=self._device,
         )
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """One forward pass over ``plan.rows``, and a token for each row that samples.
-
-        Writes the rows' own slots of the KV cache, and nothing else that outlives the call.
-        """
-        self._cache.copy_blocks(plan.block_copies)
-        if self._graphs is not None and self._graphs.can_run(plan.rows):
-            hidden = self._graphs.run(plan.rows)
-        else:
-            hidden = self._forward(self._build_batch(plan.rows))
-        if len(hidden) == 0:
-            return StepResult()
-        return draw(self._network.logits(hidden), plan.rows)
+        """`submit`, and its result."""
+        return self.submit(plan).result()
 
     @torch.inference_mode()
-    def write_adapter(self, pages: Sequence[int], adapter: HostAdapter) -> None:
-        """Put an adapter into rank pages that no running sequence references, between two steps."""
-        self._adapters.write(pages, adapter)
+    def submit(self, plan: StepPlan) -> PendingStep | EmptyStep:
+        """Launch one forward pass over ``plan.rows``, and the draw of a token for each row that samples.
+
+        Returns what the result can be had from; on a GPU, while the device still works. Steps run in the
+        order of their launch. Tokens that are `UNSEEN` are those that the step launched last has drawn.
+        Writes the rows' own slots of the KV cache, and nothing else that outlives the step.
+        """
+        drawn, self._drawn = self._drawn, None
+        self._adapter_copies.wait_for(plan.rows)
+        self._cache.copy_blocks(plan.block_copies)
+        ends = self._ends.of(plan.rows)
+        if self._graphs is not None and ends is None and self._graphs.can_run(plan.rows):
+            hidden = self._graphs.run(plan.rows, drawn)
+        else:
+            hidden = self._forward(self._build_batch(plan.rows, ends, drawn))
+        sampling = [row for row in plan.rows if row.sampling is not None]
+        if not sampling:
+            return EmptyStep()
+        logits = self._network.logits(hidden, ends)
+        pending, self._drawn = draw(logits, sampling, self._readback, drawn)
+        return pending
+
+    @torch.inference_mode()
+    def write_adapter(self, pages: Sequence[int], adapter: HostAdapter) -> Callable[[], bool]:
+        """Start to put an adapter into rank pages that no running sequence references.
+
+        On a GPU the copy runs beside the steps that come after, but behind those launched before: rows of
+        sequences that have ended may still read the pages. A step that reads what is not there yet waits for
+        it on the device, and all of it with it; so better let no sequence start before.
+
+        Returns: whether the adapter is there now.
+        """
+        with self._adapter_copies.copying(pages) as landed:
+            self._adapters.write(pages, adapter)
+            self._ends.write(pages, adapter.ends)
+        return landed
+
+    def drop_adapter(self, pages: Sequence[int]) -> None:
+        """Give back what an adapter in ``pages``, which nobody references any more, holds beside them."""
+        self._ends.drop(pages)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self._network.forward(batch, self._cache, self._adapters)
 
-    def _build_batch(self, rows: Sequence[StepRow]) -> ForwardBatch:
+    def _build_batch(
+        self, rows: Sequence[StepRow], ends: StepEnds | None, drawn: DrawnTokens | None
+    ) -> ForwardBatch:
         widths = self._page_widths if self._device.type == "cuda" else ()
-        return build_forward_batch(rows, self._device, page_widths=widths)
+        batch = build_forward_batch(rows, self._device, page_widths=widths, drawn=drawn)
+        return replace(batch, ends=ends)

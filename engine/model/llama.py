@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import embedding
 
 from engine.kv_cache import KVCache
+from engine.model.adapter_ends import StepEnds
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from engine.model.errors import UnsupportedModel
 from engine.model.lora_pool import LayerLoraPools, RankPagePool
@@ -20,8 +21,8 @@ from engine.model.rope import rope_table
 from engine.model.weights import WeightSource
 from kernels.activation import silu_mul
 from kernels.kv_write import rope_write_kv
-from kernels.linear import PackedWeight, linear, pack_weight
-from kernels.lora import apply_lora, prepare
+from kernels.linear import PackedWeight, linear, pack_weight, unpack_weight
+from kernels.lora import apply_lora, apply_vectors, prepare
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.plans import AttentionPlan, LoraPlan, LoraPool
@@ -37,12 +38,14 @@ class ForwardBatch:
         tokens: int64 [T].
         attention, lora: see ``kernels.plans``.
         output_rows: int64 [S]. The flat rows whose logits are wanted.
+        ends: None where no adapter of the step changes the embedding or ``lm_head``.
     """
 
     tokens: torch.Tensor
     attention: AttentionPlan
     lora: LoraPlan
     output_rows: torch.Tensor
+    ends: StepEnds | None = None
 
 
 class LoraLinear:
@@ -52,8 +55,15 @@ class LoraLinear:
         self._weight: PackedWeight = pack_weight(weight)
         self._bias = bias
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base weight [out, in]; not to be written."""
+        return unpack_weight(self._weight)
+
     def __call__(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
         y = linear(x, self._weight)
+        if plan.vectors is not None:
+            apply_vectors(y, pool, plan.vectors)
         if self._bias is not None:
             y += self._bias
         if plan.num_rows:
@@ -116,6 +126,10 @@ class DecoderLayer:
         x = self._gate_up(x, pools.gate_up, batch.lora)
         return self._down(silu_mul(x), pools.down, batch.lora), residual
 
+    def group_weight(self, group: str) -> torch.Tensor:
+        """The fused base weight of a projection group, [out, in]; not to be written."""
+        return {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}[group].weight
+
     def _norm_heads(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Qwen3: normalise every head of q and k by itself, in place."""
         config, dim = self._config, self._config.head_dim
@@ -133,6 +147,8 @@ class LlamaModel:
         self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config = config
+        self.dtype = dtype
+        self.device = device
         table = (config.vocab_size, config.hidden_size)
         self._embeddings = _converted(source, "model.embed_tokens.weight", table, dtype, device)
         self._layers = [DecoderLayer(config, source, i, dtype, device) for i in range(config.num_layers)]
@@ -148,7 +164,10 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, cache: KVCache, adapters: RankPagePool) -> torch.Tensor:
         """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values."""
         batch = replace(batch, lora=prepare(batch.lora))
-        x = embedding(batch.tokens, self._embeddings)
+        if batch.ends is None:
+            x = embedding(batch.tokens, self._embeddings)
+        else:
+            x = batch.ends.embed(batch.tokens, self._embeddings)
         residual: torch.Tensor | None = None
         for layer, kv, pools in zip(self._layers, cache.layers, adapters.layers, strict=True):
             x, residual = layer(x, residual, batch, kv, pools, self._cos_sin)
@@ -156,9 +175,22 @@ class LlamaModel:
         rows = batch.output_rows
         return rms_norm(x[rows], self._norm, self.config.rms_norm_eps, residual[rows])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, H] to [S, vocab_size]; S is at least 1."""
-        return linear(hidden, self._lm_head)
+    def logits(self, hidden: torch.Tensor, ends: StepEnds | None = None) -> torch.Tensor:
+        """[S, H] to [S, vocab_size], or wider where ``ends`` add tokens; S is at least 1."""
+        logits = linear(hidden, self._lm_head)
+        return logits if ends is None else ends.change_logits(hidden, logits)
+
+    def group_weight(self, layer: int, group: str) -> torch.Tensor:
+        """The fused base weight of a projection group, [out, in]; not to be written."""
+        return self._layers[layer].group_weight(group)
+
+    def embedding_weight(self) -> torch.Tensor:
+        """[vocab_size, H]; not to be written."""
+        return self._embeddings
+
+    def lm_head_weight(self) -> torch.Tensor:
+        """[vocab_size, H]; the embedding's very tensor where they are tied. Not to be written."""
+        return self._embeddings if self.config.tie_word_embeddings else unpack_weight(self._lm_head)
 
 
 class _LayerLoader:

@@ -12,7 +12,7 @@ from engine.batch import build_forward_batch
 from engine.decode_inputs import DecodeInputs
 from engine.graphs import captured_sizes
 from engine.kv_cache import KVCache
-from engine.model.adapter_weights import read_adapter
+from engine.model.adapter_reading import read_adapter
 from engine.model.loading import LoadedModel, load_model
 from engine.model.lora_pool import RankPagePool
 from engine.step import SamplingParams, StepAdapter, StepRow
@@ -37,7 +37,7 @@ def model_and_adapters(
     adapters = []
     for i, (rank, pages) in enumerate(((8, (15,)), (64, (3, 0, 9, 4)), (16, (7,)), (24, (11, 1)))):
         saved = save_adapter(source, folder / str(i), rank=rank, targets=MODULES, seed=i)
-        pool.write(pages, read_adapter(saved, model.config, model.dtype, pin=False))
+        pool.write(pages, read_adapter(saved, model.network, pin=False))
         adapters.append(StepAdapter(i + 1, pages, rank))
     return model, pool, adapters
 

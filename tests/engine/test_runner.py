@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.adapter_weights import read_adapter
+from engine.model.adapter_reading import read_adapter
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.scheduler import SchedulerLimits
@@ -54,7 +54,7 @@ def make_runner(model: LoadedModel) -> Runner:
 def place(
     runner: Runner, model: LoadedModel, folder: Path, pages: tuple[int, ...], adapter_id: int
 ) -> StepAdapter:
-    adapter = read_adapter(folder, model.config, model.dtype, pin=False)
+    adapter = read_adapter(folder, model.network, pin=False)
     assert adapter.num_pages == len(pages)
     runner.write_adapter(pages, adapter)
     return StepAdapter(adapter_id, pages, adapter.rank)

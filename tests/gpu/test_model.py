@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
 
 from peft import PeftModel
 
-from engine.model.adapter_weights import HostAdapter, read_adapter
+from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.step import RowResult, SamplingParams, StepAdapter, StepPlan, StepRow
@@ -102,7 +103,7 @@ class Engine:
             self.runner.capture_graphs(max_num_seqs=MAX_SEQS)
 
     def read(self, number: int) -> HostAdapter:
-        return read_adapter(self._zoo.adapters[number], self.model.config, self.model.dtype, pin=True)
+        return read_adapter(self._zoo.adapters[number], self.model.network, pin=True)
 
     def place(self, number: int, pages: tuple[int, ...], adapter_id: int) -> StepAdapter:
         weights = self.read(number)
@@ -280,7 +281,7 @@ def test_an_overflowing_adapter_spoils_only_its_row(zoo: Zoo, tmp_path: Path) ->
         (broken / file.name).write_bytes(file.read_bytes())
     scale_adapter(broken, 1e25)
     good = engine.place(2, (0, 1, 2, 3), 1)
-    weights = read_adapter(broken, engine.model.config, engine.model.dtype, pin=True)
+    weights = read_adapter(broken, engine.model.network, pin=True)
     engine.runner.write_adapter((9,), weights)
     bad = StepAdapter(2, (9,), weights.rank)
     text = [[(5 * i + seq) % VOCAB for i in range(20)] for seq in range(5)]

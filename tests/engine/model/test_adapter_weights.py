@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from engine.model.adapter_weights import HostAdapter, read_adapter
+from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_weights import HostAdapter
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
+from engine.model.llama import LlamaModel
 from engine.model.loading import load_model
 from engine.model.lora_pool import RankPagePool, rank_page_bytes
 from tests.model_zoo import save_adapter, save_tiny_model
@@ -21,10 +23,10 @@ PARENTS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, ModelConfig]:
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, LlamaModel]:
     folder = tmp_path_factory.mktemp("base")
     model = save_tiny_model(folder)
-    return model, load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).config
+    return model, load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).network
 
 
 def delta(adapter: HostAdapter, config: ModelConfig, layer: int, group: str, m: int) -> torch.Tensor:
@@ -52,17 +54,18 @@ def delta(adapter: HostAdapter, config: ModelConfig, layer: int, group: str, m: 
     ],
 )
 def test_pages_hold_the_adapter(
-    base: tuple[PreTrainedModel, ModelConfig],
+    base: tuple[PreTrainedModel, LlamaModel],
     tmp_path: Path,
     rank: int,
     targets: tuple[str, ...],
     options: dict[str, Any],
     scale: Any,
 ) -> None:
-    model, config = base
+    model, network = base
+    config = network.config
     folder = save_adapter(model, tmp_path / "adapter", rank=rank, targets=targets, seed=1, **options)
     stored = load_file(folder / "adapter_model.safetensors")
-    adapter = read_adapter(folder, config, torch.float32, pin=False)
+    adapter = read_adapter(folder, network, pin=False)
     assert adapter.rank == max(rank, *options.get("rank_pattern", {"": 0}).values())
     assert adapter.num_pages == math.ceil(adapter.rank / 16)
     assert adapter.nbytes == adapter.num_pages * rank_page_bytes(config, torch.float32)
@@ -80,14 +83,14 @@ def test_pages_hold_the_adapter(
 
 
 def test_writing_overwrites_the_whole_page_and_no_other(
-    base: tuple[PreTrainedModel, ModelConfig], tmp_path: Path
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path
 ) -> None:
-    model, config = base
+    model, network = base
     big = save_adapter(model, tmp_path / "big", rank=32, targets=("q_proj", "down_proj"), seed=1)
     small = save_adapter(model, tmp_path / "small", rank=4, targets=("o_proj",), seed=2)
-    pool = RankPagePool(config, 4, torch.bfloat16, torch.device("cpu"))
-    first = read_adapter(big, config, torch.bfloat16, pin=False)
-    second = read_adapter(small, config, torch.bfloat16, pin=False)
+    pool = RankPagePool(network.config, 4, torch.float32, torch.device("cpu"))
+    first = read_adapter(big, network, pin=False)
+    second = read_adapter(small, network, pin=False)
     pool.write((3, 1), first)
     pool.write((3,), second)
     for i, layer in enumerate(pool.layers):

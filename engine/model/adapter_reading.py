@@ -1,0 +1,148 @@
+"""From an adapter's files to its weights in host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from adapters.layout import AdapterLayout, LowRank
+from adapters.peft_config import MAX_RANK
+from adapters.peft_format import BaseModelShape
+from adapters.reader import read_layout
+from engine.model.adapter_tensors import AdapterTensors, open_adapter
+from engine.model.adapter_weights import GroupWeights, HostAdapter, pages_of_rank
+from engine.model.config import PROJECTION_GROUPS, ModelConfig
+from engine.model.dora import row_gains
+from engine.model.ends_reading import EndsReader
+from engine.model.llama import LlamaModel
+from kernels.plans import GAIN_ROW, RANK_PAGE, SHIFT_ROW
+
+_GROUP_OF = {
+    projection: (group, m)
+    for group, projections in PROJECTION_GROUPS.items()
+    for m, projection in enumerate(projections)
+}
+_NUM_VECTORS = 2
+"""Rows above the ranks in the last page, of an adapter that has any."""
+
+
+def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter:
+    """Read a validated adapter from its folder and lay it out for the device, whatever its rank.
+
+    Weights are converted to the model's dtype. DoRA's norms and the comparison of whole tables need the
+    base's weights, which are read where they are: on a GPU beside the steps, on a stream of its own.
+
+    Args:
+        pin: in page-locked memory, so that a copy to the device runs beside the decode.
+
+    Raises:
+        adapters.errors.InvalidAdapter: the files do not fit the model.
+    """
+    config = network.config
+    shape = BaseModelShape(
+        config.num_layers, config.modules, MAX_RANK, config.vocab_size, config.tie_word_embeddings
+    )
+    layout = read_layout(folder, shape)
+    rank = max(1, layout.rank)
+    num_pages = pages_of_rank(rank + _NUM_VECTORS if layout.has_vectors else rank)
+    groups = _empty_groups(num_pages, config, network.dtype, pin=pin)
+    ends = None
+    with open_adapter(folder) as tensors, _own_stream(network.device):
+        for (layer, group), updates in _by_group(layout).items():
+            _fill_group(groups[group], updates, layer, group, network, tensors)
+        if layout.has_ends or layout.vocab_size != config.vocab_size:
+            reader = EndsReader(network.embedding_weight(), network.lm_head_weight(), pin=pin)
+            ends = reader.read(layout, tensors)
+    nbytes = sum(
+        tensor.nbytes for weights in groups.values() for tensor in (weights.a, weights.b, weights.scales)
+    )
+    nbytes += 0 if ends is None else ends.nbytes
+    return HostAdapter(rank, num_pages, nbytes, groups, layout.has_vectors, ends)
+
+
+def _empty_groups(
+    num_pages: int, config: ModelConfig, dtype: torch.dtype, *, pin: bool
+) -> dict[str, GroupWeights]:
+    groups = {}
+    for group, projections in PROJECTION_GROUPS.items():
+        head = (config.num_layers, num_pages)
+        width, out = config.group_in(group), config.group_splits(group)[-1]
+        groups[group] = GroupWeights(
+            a=torch.zeros(*head, len(projections), RANK_PAGE, width, dtype=dtype, pin_memory=pin),
+            b=torch.zeros(*head, RANK_PAGE, out, dtype=dtype, pin_memory=pin),
+            scales=torch.zeros(*head, len(projections), dtype=torch.float32, pin_memory=pin),
+        )
+    return groups
+
+
+def _by_group(layout: AdapterLayout) -> dict[tuple[int, str], dict[int, LowRank]]:
+    """The updates of each projection group of each layer, by the projection's place in the group."""
+    grouped: dict[tuple[int, str], dict[int, LowRank]] = {}
+    for (layer, module), update in layout.linear.items():
+        group, m = _GROUP_OF[module]
+        grouped.setdefault((layer, group), {})[m] = update
+    return grouped
+
+
+def _fill_group(
+    weights: GroupWeights,
+    updates: Mapping[int, LowRank],
+    layer: int,
+    group: str,
+    network: LlamaModel,
+    tensors: AdapterTensors,
+) -> None:
+    """Write one layer's updates of a group into its pages, and their vectors into the last page."""
+    splits = network.config.group_splits(group)
+    base = None
+    for m, update in updates.items():
+        columns = slice(splits[m], splits[m + 1])
+        a, b = tensors.get(update.a), tensors.get(update.b)
+        vectors = weights.b[layer, -1, :, columns]
+        if update.magnitude is not None:
+            # One copy for the group: on some devices the base's layout is another, and this unpacks it.
+            base = network.group_weight(layer, group) if base is None else base
+            gain = row_gains(tensors.get(update.magnitude), base[columns], a, b, update.scale)
+            vectors[GAIN_ROW] = gain
+            b = b * (1 + gain)[:, None]
+        if update.bias is not None:
+            vectors[SHIFT_ROW] = tensors.get(update.bias) * update.scale
+        _fill_ranks(weights, update, layer, m, columns, (a, b))
+
+
+def _fill_ranks(
+    weights: GroupWeights,
+    update: LowRank,
+    layer: int,
+    m: int,
+    columns: slice,
+    sides: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """A is [r, in] as stored, B is [out, r]; in the pages the rank comes first in both."""
+    a, b = sides[0], sides[1].T
+    for page in range(pages_of_rank(update.rank)):
+        ranks = slice(page * RANK_PAGE, min((page + 1) * RANK_PAGE, update.rank))
+        live = ranks.stop - ranks.start
+        weights.a[layer, page, m, :live] = a[ranks]
+        weights.b[layer, page, :live, columns] = b[ranks]
+        weights.scales[layer, page, m] = update.scale
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Work on the device within goes beside that of the steps, and none of theirs waits for it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_load_stream(device)):
+        yield
+
+
+@functools.cache
+def _load_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loads, since what the allocator keeps for a stream serves that stream alone."""
+    return torch.cuda.Stream(device)
