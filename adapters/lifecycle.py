@@ -1,24 +1,40 @@
-"""Publishes and deletes adapters so that the registry never names a blob that the store does not hold.
+"""Keeps the store in step with the registry: what is registered has its blob, and each name its record.
 
-Blobs are shared by digest between names and tenants, so an upload may race the
-delete that would remove its blob. Publishing goes: blob, registry, blob again if a
-delete took it in between. Deleting goes: registry, blob into the trash, and back out
-of it if an upload referred to it in between. Whichever comes second sees the other.
+Publishing reserves the digest, so that no collector takes the blob between its arrival and the version that
+refers to it. Deleting only drops references; a collector removes what nobody has referred to for a while.
+
+After each change the name's record is written to the store. Redis notes which records are out of date, in the
+change's own script, so what a crash or a full disk leaves unwritten is written later (`write_records`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
 
-from adapters.blob_store import BlobStore, Staging, Trashed
+from adapters.blob_store import BlobStore, Staging
 from adapters.registry import AdapterVersion, Registry
 from adapters.validation import AdapterSummary
 
+logger = logging.getLogger(__name__)
+
 
 async def publish(
-    registry: Registry, store: BlobStore, staging: Staging, *, tenant: str, name: str, summary: AdapterSummary
+    registry: Registry,
+    store: BlobStore,
+    staging: Staging,
+    *,
+    tenant: str,
+    name: str,
+    summary: AdapterSummary,
+    promote: bool = True,
+    by: str = "",
 ) -> AdapterVersion:
-    """Makes validated files in `staging` the tenant's new live version. Call inside the staging's context."""
+    """Makes validated files in `staging` a new version of the tenant's name, inside the staging's context.
+
+    The version is live from then on, unless `promote` is False. `by` is the id of the key that uploads.
+    """
     manifest = {
         "digest": summary.digest.hex(),
         "rank": summary.rank,
@@ -27,32 +43,94 @@ async def publish(
         "target_modules": summary.target_modules,
         "base_model": summary.base_model,
     }
-    await asyncio.to_thread(staging.publish, summary.digest, manifest)
-    version = await registry.add_version(tenant, name, summary)
-    if not await asyncio.to_thread(store.contains, summary.digest):
+    async with registry.references.reserved(summary.digest):
         await asyncio.to_thread(staging.publish, summary.digest, manifest)
+        version = await registry.add_version(tenant, name, summary, promote=promote, by=by)
+    await record(registry, store, tenant, name)
     return version
 
 
-async def delete(registry: Registry, store: BlobStore, *, tenant: str, name: str) -> bool:
-    """Deletes a name, its versions and each blob that nothing refers to now. False: there is no such name."""
-    unreferenced = await registry.delete(tenant, name)
-    for digest in unreferenced or ():
+async def delete(
+    registry: Registry, store: BlobStore, *, tenant: str, name: str, version: int | None = None, by: str = ""
+) -> Sequence[bytes]:
+    """Deletes a name with its versions, or one version of it. Raises as the registry does.
+
+    Returns the digests that no version of any tenant has any more. Their blobs stay for the grace.
+    """
+    if version is None:
+        unused = await registry.delete(tenant, name)
+    else:
+        unused = await registry.delete_version(tenant, name, version, by=by)
+    await record(registry, store, tenant, name)
+    return unused
+
+
+async def rename(
+    registry: Registry, store: BlobStore, *, tenant: str, name: str, target: str, by: str = ""
+) -> None:
+    """Gives a name's versions another name. Raises as the registry does."""
+    await registry.rename(tenant, name, target, by=by)
+    await record(registry, store, tenant, target)
+    await record(registry, store, tenant, name)
+
+
+async def forget_tenant(registry: Registry, store: BlobStore, tenant: str) -> None:
+    """Removes all that the registry and the records know of a tenant, and what others granted it."""
+    for name in await registry.forget_tenant(tenant):
+        await asyncio.to_thread(store.delete_record, record_path(tenant, name))
+    await write_records(registry, store)  # of the names that were granted
+
+
+async def collect(registry: Registry, store: BlobStore, *, grace_s: int) -> int:
+    """Removes the blobs that nobody has referred to for `grace_s` seconds. Returns how many."""
+    collected = 0
+    for digest in await registry.references.unreferenced(grace_s):
+        if not await registry.references.condemn(digest, grace_s):
+            continue
         trashed = await asyncio.to_thread(store.withdraw, digest)
         if trashed is not None:
-            await _settle(registry, trashed)
-    return unreferenced is not None
+            await asyncio.to_thread(trashed.purge)
+            collected += 1
+        await registry.references.absolve(digest)
+    return collected
 
 
-async def tidy(registry: Registry, store: BlobStore, *, older_than_s: float) -> None:
-    """Clears what crashed uploads, untouched for `older_than_s` seconds, and crashed deletes have left."""
+async def tidy(registry: Registry, store: BlobStore, *, older_than_s: int) -> None:
+    """Clears what crashed uploads and collectors have left for `older_than_s` seconds, and blobs that nobody
+    has referred to for as long; writes the records that are out of date.
+    """
     await asyncio.to_thread(store.clean, older_than_s)
     for trashed in await asyncio.to_thread(store.trashed):
-        await _settle(registry, trashed)
+        if await registry.references.is_referenced(trashed.digest):
+            await asyncio.to_thread(trashed.restore)
+        await asyncio.to_thread(trashed.purge)
+    await collect(registry, store, grace_s=older_than_s)
+    await write_records(registry, store)
 
 
-async def _settle(registry: Registry, trashed: Trashed) -> None:
-    """Back into the store with a withdrawn blob that something refers to; away with any other."""
-    if await registry.is_referenced(trashed.digest):
-        await asyncio.to_thread(trashed.restore)
-    await asyncio.to_thread(trashed.purge)
+async def record(registry: Registry, store: BlobStore, tenant: str, name: str) -> None:
+    """Writes the record of a name that was changed. A store that fails is logged: it is tried again later."""
+    try:
+        await _write_record(registry, store, tenant, name)
+    except OSError as error:
+        logger.error("the record of %s of tenant %s is not written yet: %s", name, tenant, error)
+
+
+async def write_records(registry: Registry, store: BlobStore) -> None:
+    """Writes every record that is out of date. Raises OSError when the store fails."""
+    for tenant, name in await registry.records.outdated():
+        await _write_record(registry, store, tenant, name)
+
+
+def record_path(tenant: str, name: str) -> str:
+    """Where the store keeps the record of a name."""
+    return f"names/{tenant}/{name}"
+
+
+async def _write_record(registry: Registry, store: BlobStore, tenant: str, name: str) -> None:
+    # Writers may overtake each other, so each looks again: the last to write sees that its record is current.
+    is_current = False
+    while not is_current:
+        document = await registry.records.export(tenant, name)
+        await asyncio.to_thread(store.put_record, record_path(tenant, name), document)
+        is_current = await registry.records.recorded(tenant, name, document["revision"])

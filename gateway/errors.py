@@ -16,6 +16,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adapters.registry import AdapterConflict, AdapterNotFound
+
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -99,6 +101,8 @@ def install_error_handling(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
     for away in (RedisConnectionError, RedisTimeoutError):
         app.add_exception_handler(away, _on_redis_away)
+    app.add_exception_handler(AdapterNotFound, _on_adapter_not_found)
+    app.add_exception_handler(AdapterConflict, _on_adapter_conflict)
     app.add_middleware(ErrorBoundary)
 
 
@@ -146,6 +150,19 @@ async def _on_redis_away(_: Request, error: Exception) -> Response:
     logger.debug("Redis is away: %s", error)
     message = "The record of tenants and adapters cannot be reached. Try again shortly."
     return error_response(unavailable(message, code="registry_unavailable"))
+
+
+async def _on_adapter_not_found(_: Request, error: Exception) -> Response:
+    """The same whether another tenant has an adapter of this name or nobody has."""
+    found = ApiError(404, str(error), type="invalid_request_error", code="adapter_not_found", param="name")
+    return error_response(found)
+
+
+async def _on_adapter_conflict(_: Request, error: Exception) -> Response:
+    assert isinstance(error, AdapterConflict)
+    return error_response(
+        ApiError(409, error.message, type="invalid_request_error", code=error.code, param="name")
+    )
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

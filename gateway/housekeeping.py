@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 600.0
 _RETRY_S = 10.0
-_ABANDONED_AFTER_S = 3600.0
+_ABANDONED_AFTER_S = 3600
 
 
 @asynccontextmanager

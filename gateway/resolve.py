@@ -1,5 +1,5 @@
-"""From what the client names to what engines know, inside
-the key's tenant: nothing a client sends can leave it.
+"""From what the client names to what engines know, inside the key's tenant: nothing a client sends can leave
+it, but for what another tenant has granted to this one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from adapters.identity import InvalidName, parse_model_ref
-from adapters.registry import AdapterVersion, Registry
+from adapters.identity import InvalidName
+from adapters.model_ref import ModelRef, parse_model_ref
+from adapters.registry import AdapterVersion, Registry, Resolution
 from gateway.auth import Principal
 from gateway.engine_client import EngineFleet
 from gateway.errors import ApiError, unavailable
@@ -25,14 +26,24 @@ _MAX_KNOWN = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What a `model` string means for one tenant."""
+    """What a `model` string means for one request."""
 
     served_name: str
-    """What the response says: the base model's name, or `name@version`."""
+    """What the response says: the base model's name, `name@version`, or `owner/name@version`."""
     info: ModelInfo
     """The base model."""
-    adapter_digest: bytes = b""
-    """Empty for the base model."""
+    adapter: AdapterVersion | None = None
+    """None: the base model itself."""
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """What engines know the adapter by; empty for the base model."""
+        return self.adapter.digest if self.adapter else b""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that exist: more than the base model's where the adapter adds some."""
+        return max(self.info.vocab_size, self.adapter.vocab_size if self.adapter else 0)
 
 
 class ModelResolver:
@@ -41,10 +52,10 @@ class ModelResolver:
     def __init__(self, registry: Registry, engines: EngineFleet) -> None:
         self._registry = registry
         self._engines = engines
-        self._known: OrderedDict[tuple[str, str, int | None], AdapterVersion] = OrderedDict()
+        self._known: OrderedDict[tuple[str, ModelRef], Resolution] = OrderedDict()
 
-    async def resolve(self, name: str, caller: Principal) -> ResolvedModel:
-        """Returns what `name` means for the caller's tenant.
+    async def resolve(self, name: str, caller: Principal, *, user: str | None = None) -> ResolvedModel:
+        """Returns what `name` means for a request of the caller; while a canary runs, for its `user`.
 
         Raises ApiError: 404, the same for an adapter of somebody else as for none; 503 while no engine has
         shown its model, or while an adapter not seen before cannot be looked up.
@@ -58,17 +69,20 @@ class ModelResolver:
         found = await self.find_adapter(name, caller)
         if found is None:
             raise model_not_found(name)
-        return ResolvedModel(f"{found.name}@{found.version}", base, found.digest)
+        version = found.choose(caller.tenant_id, user)
+        if version is None:
+            raise nothing_is_live(name)
+        return ResolvedModel(version.ref_for(caller.tenant_id), base, version)
 
-    async def find_adapter(self, name: str, caller: Principal) -> AdapterVersion | None:
-        """Returns the caller's adapter of this name, or None.
+    async def find_adapter(self, name: str, caller: Principal) -> Resolution | None:
+        """Returns what the name means to the caller, or None for nothing.
         Raises ApiError 503 when it cannot be looked up.
         """
         try:
-            adapter_name, version = parse_model_ref(name)
+            ref = parse_model_ref(name)
         except InvalidName:
             return None
-        key = (caller.tenant_id, adapter_name, version)
+        key = (caller.tenant_id, ref)
         try:
             async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
                 found = await self._registry.resolve(*key)
@@ -87,8 +101,14 @@ class ModelResolver:
 
 def model_not_found(name: str) -> ApiError:
     """Returns the 404 for a model that the tenant does not have."""
-    message = f"The model '{name}' does not exist or you do not have access to it."
-    return ApiError(404, message, type="invalid_request_error", param="model", code="model_not_found")
+    return _not_found(f"The model '{name}' does not exist or you do not have access to it.")
+
+
+def nothing_is_live(name: str) -> ApiError:
+    """Returns the 404 for an adapter of which nothing was promoted yet."""
+    return _not_found(
+        f"The adapter '{name}' has no live version yet. Promote one, or name a version, as in '{name}@1'."
+    )
 
 
 def cache_scope(caller: Principal, salt: str | None) -> bytes:
@@ -99,3 +119,7 @@ def cache_scope(caller: Principal, salt: str | None) -> bytes:
     shared = caller.prefix_sharing == PrefixSharing.SHARED
     scope = hashlib.sha256(b"shared" if shared else b"tenant\0" + caller.tenant_id.encode()).digest()
     return hashlib.sha256(scope + salt.encode()).digest() if salt is not None else scope
+
+
+def _not_found(message: str) -> ApiError:
+    return ApiError(404, message, type="invalid_request_error", param="model", code="model_not_found")

@@ -1,7 +1,7 @@
 """Tenants in Redis: the sole writer of these keys.
 
     loraplex:tenants            set of tenant ids
-    loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended
+    loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended, max_pinned_adapters
     loraplex:auth               channel: `tenant:<id>` and `key:<id>`, published with each change
 
 Each write and its message are one Lua script, so that nobody
@@ -23,6 +23,8 @@ from redis.asyncio import Redis
 AUTH_CHANNEL = "loraplex:auth"
 _INDEX = "loraplex:tenants"
 _LONGEST_ID = 63
+
+DEFAULT_PINS = 2
 
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -61,6 +63,8 @@ class Tenant:
     prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE
     created: int = 0
     suspended: bool = False
+    max_pinned_adapters: int = DEFAULT_PINS
+    """How many of its adapters engines keep resident, used or not."""
 
 
 class TenantExists(Exception):
@@ -88,13 +92,21 @@ class Tenants:
         tenant_id: str | None = None,
         weight: float = 1.0,
         prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE,
+        max_pinned_adapters: int = DEFAULT_PINS,
     ) -> Tenant:
         """Adds a tenant. Without an id it gets its name's, `acme-ltd` for 'Acme Ltd', or one that is made up
         when that is empty or taken. Raises TenantExists when the given id is taken.
         """
         made_up = f"t-{secrets.token_hex(6)}"
         for candidate in [tenant_id] if tenant_id else [_slug(name) or made_up, made_up]:
-            tenant = Tenant(candidate, name, weight, prefix_sharing, created=int(time.time()))
+            tenant = Tenant(
+                candidate,
+                name,
+                weight,
+                prefix_sharing,
+                created=int(time.time()),
+                max_pinned_adapters=max_pinned_adapters,
+            )
             fields = _to_fields({key: value for key, value in asdict(tenant).items() if key != "id"})
             if await self._create(keys=[tenant_key(candidate), _INDEX], args=[candidate, *fields]):
                 return tenant
@@ -145,6 +157,7 @@ def _from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
         prefix_sharing=PrefixSharing(fields["prefix_sharing"]),
         created=int(fields["created"]),
         suspended=fields["suspended"] == "1",
+        max_pinned_adapters=int(fields.get("max_pinned_adapters", DEFAULT_PINS)),
     )
 
 

@@ -17,8 +17,9 @@ from adapters import lifecycle
 from adapters.blob_store import BlobStore, Staging
 from adapters.identity import InvalidName, check_name
 from adapters.peft_format import BaseModelShape
-from adapters.registry import AdapterHistory, AdapterVersion
+from adapters.registry import AdapterName, AdapterNotFound, AdapterVersion
 from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_file, validate
+from gateway.adapter_objects import name_object, own_name, own_ref, version_object
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal, require
 from gateway.errors import ApiError, invalid_request, unavailable
@@ -54,15 +55,16 @@ async def upload_adapter(
             raise invalid_request(message, param="name", code="invalid_name")
         summary = await _validate(staging.path, shape, allow_zero)
         version = await _publish(services, staging, caller.tenant_id, name, summary)
-    return _adapter_object(version)
+    return version_object(version)
 
 
 @router.get("")
 async def list_adapters(request: Request, caller: Principal = Depends(require("adapters"))) -> dict[str, Any]:
-    """Lists the live version of each of the tenant's adapters, by name."""
+    """Lists the tenant's adapters by name, each with its live version, and the bytes of all versions."""
     services: Services = request.app.state.services
-    versions = await services.registry.list(caller.tenant_id)
-    return {"object": "list", "data": [_adapter_object(version) for version in versions]}
+    names = await services.registry.list(caller.tenant_id)
+    used = await services.registry.bytes_of(caller.tenant_id)
+    return {"object": "list", "data": [name_object(name) for name in names], "bytes": used}
 
 
 @router.get("/{name}")
@@ -71,11 +73,13 @@ async def show_adapter(
 ) -> dict[str, Any]:
     """Shows an adapter: its live version, all versions, and which engines hold the live one where."""
     services: Services = request.app.state.services
-    history = await _history(services, caller.tenant_id, name)
+    found = await _shown(services, caller.tenant_id, name)
+    shown = found.live or found.newest
     return {
-        **_adapter_object(history.live),
-        "versions": [_adapter_object(version) for version in history.versions],
-        "residency": services.engines.residency(history.live.digest.hex()),
+        **name_object(found),
+        "grants": list(found.grants),
+        "versions": [version_object(version) for version in found.versions],
+        "residency": services.engines.residency(shown.digest.hex()),
     }
 
 
@@ -83,11 +87,10 @@ async def show_adapter(
 async def remove_adapter(
     name: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:
-    """Deletes an adapter with all its versions. Requests under way finish."""
+    """Deletes an adapter with all its versions, or one of them as `name@3`. Requests under way finish."""
     services: Services = request.app.state.services
-    await _history(services, caller.tenant_id, name)
-    if not await delete_adapter(services, caller.tenant_id, name):
-        raise _not_found(name)
+    own, version = own_ref(name)
+    await delete_adapter(services, caller.tenant_id, own, version, by=caller.key_id)
     return {"id": name, "object": "adapter.deleted", "deleted": True}
 
 
@@ -155,37 +158,13 @@ async def _publish(
     return version
 
 
-async def _history(services: Services, tenant_id: str, name: str) -> AdapterHistory:
-    try:
-        history = await services.registry.show(tenant_id, name)
-    except InvalidName:
-        history = None
-    if history is None:
-        raise _not_found(name)
-    return history
-
-
-def _not_found(name: str) -> ApiError:
-    # The same whether another tenant has an adapter of this name or nobody has.
-    message = f"There is no adapter {name!a}."
-    return ApiError(404, message, type="invalid_request_error", code="adapter_not_found", param="name")
+async def _shown(services: Services, tenant_id: str, ref: str) -> AdapterName:
+    found = await services.registry.show(tenant_id, own_name(ref))
+    if found is None:
+        raise AdapterNotFound(ref)
+    return found
 
 
 def _shape_of(info: ModelInfo) -> BaseModelShape:
     modules = {module.name: (module.in_features, module.out_features) for module in info.modules}
     return BaseModelShape(num_layers=info.num_layers, modules=modules, max_lora_rank=info.max_lora_rank)
-
-
-def _adapter_object(version: AdapterVersion) -> dict[str, Any]:
-    return {
-        "id": version.ref,
-        "object": "adapter",
-        "name": version.name,
-        "version": version.version,
-        "digest": version.digest.hex(),
-        "rank": version.rank,
-        "bytes": version.nbytes,
-        "target_modules": list(version.target_modules),
-        "base_model": version.base_model,
-        "created": version.created_at,
-    }

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from adapters import lifecycle
+from adapters.registry import AdapterNotFound
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import require
 from gateway.errors import ApiError
 from gateway.keys import DEFAULT_SCOPES, SCOPES, KeyRecord, NoSuchTenant
 from gateway.services import Services
-from gateway.tenants import PrefixSharing, Tenant, TenantExists
+from gateway.tenants import DEFAULT_PINS, PrefixSharing, Tenant, TenantExists
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require("admin"))], tags=["admin"])
 
 TenantId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Pins = Annotated[int, Field(ge=0, le=10_000)]
 Weight = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 _TEN_YEARS_S = 10 * 365 * 86_400
 
@@ -34,6 +38,7 @@ class CreateTenant(_Body):
     id: TenantId | None = None
     weight: Weight = 1.0
     prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE
+    max_pinned_adapters: Pins = DEFAULT_PINS
 
 
 class UpdateTenant(_Body):
@@ -42,6 +47,7 @@ class UpdateTenant(_Body):
     name: TenantName | None = None
     weight: Weight | None = None
     prefix_sharing: PrefixSharing | None = None
+    max_pinned_adapters: Pins | None = None
     suspended: bool | None = None
 
 
@@ -59,7 +65,11 @@ async def create_tenant(body: CreateTenant, request: Request) -> dict[str, Any]:
     """Adds a tenant. 409 when the id is taken."""
     try:
         tenant = await _services(request).tenants.create(
-            body.name, tenant_id=body.id, weight=body.weight, prefix_sharing=body.prefix_sharing
+            body.name,
+            tenant_id=body.id,
+            weight=body.weight,
+            prefix_sharing=body.prefix_sharing,
+            max_pinned_adapters=body.max_pinned_adapters,
         )
     except TenantExists:
         message = f"There is a tenant '{body.id}' already. Choose another id."
@@ -102,6 +112,7 @@ async def delete_tenant(tenant_id: str, request: Request) -> dict[str, Any]:
     keys, adapters = await _delete_possessions(services, tenant_id)
     await services.tenants.delete(tenant_id)
     await _delete_possessions(services, tenant_id)  # what a call in flight added meanwhile
+    await lifecycle.forget_tenant(services.registry, services.store, tenant_id)
     return {"id": tenant_id, "object": "tenant.deleted", "deleted": True, "keys": keys, "adapters": adapters}
 
 
@@ -110,9 +121,10 @@ async def _delete_possessions(services: Services, tenant_id: str) -> tuple[list[
     keys = [record.id for record in await services.keys.of_tenant(tenant_id)]
     for key_id in keys:
         await services.keys.revoke(tenant_id, key_id)
-    adapters = sorted({version.name for version in await services.registry.list(tenant_id)})
+    adapters = [item.name for item in await services.registry.list(tenant_id)]
     for name in adapters:
-        await delete_adapter(services, tenant_id, name)
+        with suppress(AdapterNotFound):
+            await delete_adapter(services, tenant_id, name)
     return keys, adapters
 
 
@@ -176,6 +188,7 @@ def _tenant_object(tenant: Tenant) -> dict[str, Any]:
         "name": tenant.name,
         "weight": tenant.weight,
         "prefix_sharing": tenant.prefix_sharing.value,
+        "max_pinned_adapters": tenant.max_pinned_adapters,
         "suspended": tenant.suspended,
         "created": tenant.created,
     }

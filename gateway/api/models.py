@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the base model and the tenant's own adapters."""
+"""`GET /v1/models`: the base model, the tenant's own adapters and those that others have granted it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 
 from adapters.registry import AdapterVersion
 from gateway.auth import Principal, require
-from gateway.resolve import model_not_found
+from gateway.resolve import model_not_found, nothing_is_live
 from gateway.services import Services
 from protos.engine_pb2 import ModelInfo
 
@@ -24,11 +24,12 @@ async def list_models(
     """Lists what the caller may name as `model`."""
     services: Services = request.app.state.services
     bases = services.engines.models()
-    adapters = await services.registry.list(caller.tenant_id)
     parent = bases[0].name if bases else None
-    data = [_base_object(info) for info in bases] + [
-        _adapter_object(found, found.name, parent) for found in adapters
-    ]
+    own = [item.live for item in await services.registry.list(caller.tenant_id) if item.live]
+    granted = await services.registry.grants.granted_to(caller.tenant_id)
+    data = [_base_object(info) for info in bases]
+    data += [_adapter_object(found, found.name, parent) for found in own]
+    data += [_adapter_object(found, f"{found.tenant}/{found.name}", parent) for found in granted]
     return {"object": "list", "data": data}
 
 
@@ -36,7 +37,10 @@ async def list_models(
 async def retrieve_model(
     name: str, request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> dict[str, Any]:
-    """Shows one model: the base, an adapter by its name, or one version of it as `name@3`."""
+    """Shows one model: the base, an adapter by its name, or one version of it as `name@3`.
+
+    Another tenant's, if it is granted, is `owner/name`.
+    """
     services: Services = request.app.state.services
     base = services.engines.model_info(name)
     if base is not None:
@@ -45,7 +49,9 @@ async def retrieve_model(
     if found is None:
         raise model_not_found(name)
     default = services.engines.model_info()
-    return _adapter_object(found, name, default.name if default else None)
+    if found.live is None:
+        raise nothing_is_live(name)
+    return _adapter_object(found.live, name, default.name if default else None)
 
 
 def _base_object(info: ModelInfo) -> dict[str, Any]:
@@ -66,6 +72,6 @@ def _adapter_object(adapter: AdapterVersion, name: str, parent: str | None) -> d
         "object": "model",
         "created": int(adapter.created_at),
         "owned_by": adapter.tenant,
-        "root": f"{adapter.name}@{adapter.version}",
+        "root": adapter.ref,
         "parent": parent,
     }
