@@ -9,12 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from adapters.blob_store import BlobStore
+from adapters.blob_store import BlobReader, open_reader
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
-from engine.model.adapter_weights import HostAdapter, read_adapter
+from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
 from engine.runner import Runner
@@ -31,7 +32,7 @@ class Core:
 
     loop: EngineLoop
     tiers: AdapterTiers
-    store: BlobStore
+    store: BlobReader
     model_info: pb.ModelInfo
     tokenizer_files: Mapping[str, bytes]
 
@@ -52,7 +53,7 @@ def assemble(settings: EngineSettings) -> Core:
         settings.model, dtype=settings.dtype, device=device, max_model_len=settings.max_model_len
     )
     memory = _plan_memory(settings, model, limits)
-    store = BlobStore(settings.store)
+    store = open_reader(settings.store, settings.store_cache, int(settings.store_cache_bytes))
     runner = _make_runner(settings, model, memory)
     runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
     if model.device.type == "cuda" and not settings.enforce_eager:
@@ -61,18 +62,27 @@ def assemble(settings: EngineSettings) -> Core:
 
     def read(digest: bytes) -> HostAdapter:
         try:
-            return read_adapter(store.path(digest), model.config, model.dtype, pin=device == "cuda")
+            with store.reading(digest) as folder:
+                return read_adapter(folder, model.network, pin=device == "cuda")
         finally:
             release_threads()
 
     news = threading.Event()
     tiers = AdapterTiers(
-        read, num_pages=memory.num_rank_pages, host_bytes=settings.lora_host_memory_bytes, wake=news.set
+        read,
+        is_local=store.has_local,
+        discard=store.discard,
+        num_pages=memory.num_rank_pages,
+        host_bytes=settings.lora_host_memory_bytes,
+        wake=news.set,
     )
-    gate = AdapterGate(RankPages(memory.num_rank_pages), tiers, runner.write_adapter)
+    pages = RankPages(memory.num_rank_pages, in_host=tiers.has)
+    gate = AdapterGate(pages, tiers, runner.write_adapter)
     pool = BlockPool(memory.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
     return Core(
-        loop=EngineLoop(Scheduler(limits, pool, gate), runner, gate, news),
+        loop=EngineLoop(
+            Scheduler(limits, pool, gate), runner, gate, news, overlap=model.device.type == "cuda"
+        ),
         tiers=tiers,
         store=store,
         model_info=_model_info(settings, model, memory),
@@ -106,6 +116,7 @@ def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: Scheduler
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             num_gpu_blocks_override=settings.num_gpu_blocks_override,
             lora_memory_bytes=settings.lora_bytes(model.device.type),
+            lora_ends_memory_bytes=settings.lora_ends_bytes(model.device.type),
             max_lora_rank=settings.max_lora_rank,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,

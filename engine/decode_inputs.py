@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -10,18 +9,17 @@ import numpy as np
 import torch
 
 from engine.batch import page_width
+from engine.drawn_tokens import DrawnTokens
 from engine.model.llama import ForwardBatch
-from engine.step import StepAdapter, StepRow
+from engine.step import UNSEEN, StepAdapter, StepRow
+from engine.transfer import PackedLayout, to_device
 from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan
-
-_ALIGNMENT = 16
-"""Bytes. Kernels are compiled for addresses of this alignment, in the eager steps' tensors as in these."""
 
 
 class DecodeInputs:
     """Room for a step of up to ``max_rows`` rows of one token each, on the device.
 
-    Every step is written over the one before, in two copies that the host does not wait for. What a step
+    Every step is written over the one before, in a few copies that the host does not wait for. What a step
     leaves unused becomes padding: no slot, no context, no adapter. So any batch that is as large as the step
     or larger computes the step's rows.
 
@@ -38,19 +36,23 @@ class DecodeInputs:
         self._max_context_len = max_context_len
         self._page_widths = page_widths
         self._max_pages = max(page_widths, default=0)
-        self._packed = _PackedArrays(
+        int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
+        self._layout = PackedLayout(
             {
-                "tokens": ((max_rows,), np.int64),
-                "positions": ((max_rows,), np.int64),
-                "slots": ((max_rows,), np.int64),
-                "context_lens": ((max_rows,), np.int32),
-                "lora_rows": ((max_rows,), np.int32),
-                "segment_starts": ((max_rows + 1,), np.int32),
-                "segment_ranks": ((max_rows,), np.int32),
-                **{f"segment_pages_{width}": ((max_rows, width), np.int32) for width in (0, *page_widths)},
-            },
-            device,
+                "token_places": ((max_rows,), int64),
+                "positions": ((max_rows,), int64),
+                "slots": ((max_rows,), int64),
+                "context_lens": ((max_rows,), int32),
+                "lora_rows": ((max_rows,), int32),
+                "segment_starts": ((max_rows + 1,), int32),
+                "segment_ranks": ((max_rows,), int32),
+                **{f"segment_pages_{width}": ((max_rows, width), int32) for width in (0, *page_widths)},
+            }
         )
+        self._packed = torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device)
+        self._tensors = self._layout.tensors(self._packed)
+        # What the step before has drawn, then what is known, then a token for padding: see "token_places".
+        self._tokens = torch.zeros(2 * max_rows + 1, dtype=torch.int64, device=device)
         self._block_tables = _BlockTables(max_rows, -(-max_context_len // BLOCK_SIZE), device)
         self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._output_rows = torch.arange(max_rows, device=device)
@@ -63,30 +65,56 @@ class DecodeInputs:
         for row in rows:
             if len(row.tokens) != 1 or row.sampling is None:
                 return False
-            if row.adapter is not None and len(row.adapter.pages) > self._max_pages:
+            adapter = row.adapter
+            if adapter is not None and (
+                len(adapter.pages) > self._max_pages or adapter.has_vectors or adapter.has_ends
+            ):
                 return False
         return True
 
-    def write(self, rows: Sequence[StepRow]) -> int:
-        """Put a step that `fits` into the buffers. Returns its page width: 0 if it has no adapters."""
-        host, arrays = self._packed.host_copy()
+    def write(self, rows: Sequence[StepRow], drawn: DrawnTokens | None = None) -> int:
+        """Put a step that `fits` into the buffers. Returns its page width: 0 if it has no adapters.
+
+        Args:
+            drawn: what the step before has drawn, at most ``max_rows`` tokens.
+        """
+        # A new buffer each time: the last may still be on its way to the device.
+        host = torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=self._packed.is_cuda)
+        arrays = self._layout.arrays(host)
         positions = _column([row.start for row in rows], np.int64)
         blocks = _column([row.block_ids[row.start // BLOCK_SIZE] for row in rows], np.int64)
-        _fill(arrays["tokens"], _column([row.tokens[0] for row in rows], np.int64), padding=0)
+        _fill(arrays["token_places"], self._place_tokens(rows, drawn), padding=2 * self._max_rows)
         _fill(arrays["positions"], positions, padding=0)
         _fill(arrays["slots"], blocks * BLOCK_SIZE + positions % BLOCK_SIZE, padding=-1)
         _fill(arrays["context_lens"], positions + 1, padding=0)
         width = _group_by_adapter(rows, arrays, self._page_widths)
-        self._packed.device_copy_from(host)
+        self._packed.copy_(host, non_blocking=True)
         self._block_tables.write([row.block_ids for row in rows])
         return width
 
+    def _place_tokens(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> np.ndarray:
+        """Put what was drawn, and what is known, where the batch finds it. Returns each row's place there."""
+        tokens = _column([row.tokens[0] for row in rows], np.int64)
+        known = tokens != UNSEEN
+        places = np.arange(self._max_rows, self._max_rows + len(rows))
+        if not known.all():
+            assert drawn is not None, "an unseen token comes from the step before"
+            self._tokens[: len(drawn.tokens)].copy_(drawn.tokens)
+            places = np.where(known, places, drawn.places(rows))
+        if known.any():
+            target = self._tokens[self._max_rows : self._max_rows + len(rows)]
+            target.copy_(to_device(np.where(known, tokens, 0), target.device), non_blocking=True)
+        return places
+
     def batch(self, size: int, *, page_width: int) -> ForwardBatch:
-        """The first ``size`` rows of the buffers, for launches that fit whatever is written there."""
-        tensors = self._packed.tensors
+        """The first ``size`` rows of the buffers, for launches that fit whatever is written there.
+
+        Launches the look-up of the tokens: under capture that must be in the graph.
+        """
+        tensors = self._tensors
         num_lora_rows = size if page_width else 0
         return ForwardBatch(
-            tokens=tensors["tokens"][:size],
+            tokens=self._tokens.index_select(0, tensors["token_places"][:size]),
             attention=AttentionPlan(
                 query_starts=self._query_starts[: size + 1],
                 context_lens=tensors["context_lens"][:size],
@@ -140,45 +168,6 @@ class _BlockTables:
         )
         host.numpy()[:] = self._host[: len(tables), :width]
         self.device[: len(tables), :width].copy_(host, non_blocking=True)
-
-
-class _PackedArrays:
-    """Named arrays in one buffer on the device, so that one copy fills them all."""
-
-    def __init__(self, fields: Mapping[str, tuple[tuple[int, ...], type]], device: torch.device) -> None:
-        self._fields = {name: (shape, np.dtype(kind)) for name, (shape, kind) in fields.items()}
-        self._offsets: dict[str, int] = {}
-        size = 0
-        for name, (shape, dtype) in self._fields.items():
-            self._offsets[name] = size
-            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.tensors = {
-            name: self._part(self._buffer, name).view(getattr(torch, dtype.name)).view(shape)
-            for name, (shape, dtype) in self._fields.items()
-        }
-
-    def host_copy(self) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
-        """A buffer of the same layout in host memory, and its arrays; they hold anything.
-
-        It is a new one each time: the last may still be on its way to the device.
-        """
-        host = torch.empty(
-            self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda"
-        )
-        arrays = {
-            name: self._part(host, name).numpy().view(dtype).reshape(shape)
-            for name, (shape, dtype) in self._fields.items()
-        }
-        return host, arrays
-
-    def device_copy_from(self, host: torch.Tensor) -> None:
-        self._buffer.copy_(host, non_blocking=True)
-
-    def _part(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        shape, dtype = self._fields[name]
-        start = self._offsets[name]
-        return buffer[start : start + math.prod(shape) * dtype.itemsize]
 
 
 def _column(values: Sequence[int], dtype: type) -> np.ndarray:

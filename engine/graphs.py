@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from engine.decode_inputs import DecodeInputs
+from engine.drawn_tokens import DrawnTokens
 from engine.model.llama import ForwardBatch
 from engine.step import StepRow
 
@@ -63,12 +64,12 @@ class DecodeGraphs:
         """Whether each row is one token that samples, and none is more than was captured for."""
         return self._inputs.fits(rows)
 
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor:
+    def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor:
         """The hidden states of a step that can run, [len(rows), H], valid until the next run.
 
         Launches only: the host does not wait for the device.
         """
-        page_width = self._inputs.write(rows)
+        page_width = self._inputs.write(rows, drawn)
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         graph, hidden = self._graphs[size, page_width]
         graph.replay()
@@ -94,11 +95,10 @@ class DecodeGraphs:
         )
 
     def _capture(self, size: int, page_width: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        batch = self._inputs.batch(size, page_width=page_width)
         # Once before, so that nothing is compiled, loaded or looked up under capture.
-        self._forward(batch)
+        self._forward(self._inputs.batch(size, page_width=page_width))
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            hidden = self._forward(batch)
+            hidden = self._forward(self._inputs.batch(size, page_width=page_width))
         return graph, hidden

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.model.config import ModelConfig
+from engine.transfer import to_device
 from kernels.plans import BLOCK_SIZE
 
 
@@ -29,10 +31,7 @@ class KVCache:
         """Copy whole blocks, ``(source, target)``, in all layers. No target may be another pair's source."""
         if not copies:
             return
-        sources, targets = (
-            torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
-            for blocks in zip(*copies, strict=True)
-        )
+        sources, targets = to_device(np.array(copies, np.int64).T.copy(), self.data.device)
         self.data.index_copy_(2, targets, self.data.index_select(2, sources))
 
 

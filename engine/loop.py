@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 from engine.outputs import LinkOutput
 from engine.scheduler import Scheduler
-from engine.scheduler.adapter_gate import AdapterGate, AdapterStatus
+from engine.scheduler.adapter_gate import AdapterGate, AdapterMemory, AdapterStatus
 from engine.sequence import Request
 from engine.step import StepPlan, StepResult
 
@@ -36,10 +36,28 @@ MAX_FAILED_STEPS = 3
 Deliver = Callable[[Mapping[Hashable, LinkOutput]], None]
 
 
+class PendingResult(Protocol):
+    """A step that the device has been given."""
+
+    def result(self) -> StepResult:
+        """What it drew, once it has ended. Raises whatever has gone wrong in it."""
+        ...
+
+
 class StepRunner(Protocol):
     """What the loop needs of `engine.runner.Runner`."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def submit(self, plan: StepPlan) -> PendingResult: ...
+
+
+class _FailedLaunch:
+    """Stands for the result of a step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +68,35 @@ class LoopStatus:
     waiting: int
     free_blocks: int
     adapters: tuple[AdapterStatus, ...]
+    adapter_memory: AdapterMemory
 
 
 class EngineLoop:
     """Runs the steps in a thread of its own.
 
     Args:
+        overlap: plan and launch each step while the one before runs, and read its tokens one step late.
+            Worth it where `StepRunner.submit` returns before the device has ended.
         news: set by whoever has something that an idle loop should look at, such as an adapter's load that
             has ended. Cleared by the loop alone.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, gate: AdapterGate, news: threading.Event
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        gate: AdapterGate,
+        news: threading.Event,
+        *,
+        overlap: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._gate = gate
         self._news = news
         self._inbox: deque[Callable[[], None]] = deque()
+        self._under_way: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._most_under_way = 1 if overlap else 0
         self._stopping = False
         self._draining = False
         self._failed_steps = 0
@@ -115,10 +144,22 @@ class EngineLoop:
         return self._ask(self._look)
 
     def prefetch(self, digest: bytes) -> Future[str]:
-        """Brings an adapter to the device. The result is "", or the reason why it cannot be."""
-        future: Future[str] = Future()
-        self._post(partial(self._gate.prefetch, digest, partial(_settle, future)))
-        return future
+        """Brings an adapter to the device when there is room. The result is "", or why it cannot be.
+
+        Cancel it when nobody waits for it any more.
+        """
+        answer: Future[str] = Future()
+        answer.add_done_callback(lambda _: self._news.set())
+        self._post(partial(self._gate.prefetch, digest, answer))
+        return answer
+
+    def expect(self, digest: bytes) -> None:
+        """Says that a request for an adapter is on its way."""
+        self._post(partial(self._gate.expect, digest))
+
+    def pin(self, digests: frozenset[bytes]) -> None:
+        """Says which adapters are to be on the device and to stay there: these, and no others."""
+        self._post(partial(self._gate.pin, digests))
 
     def unload(self, digest: bytes) -> None:
         """Forgets an adapter as soon as no sequence uses it."""
@@ -127,16 +168,19 @@ class EngineLoop:
     # ---- on the loop's thread ----------------------------------------------------------------------
 
     def step(self, deliver: Deliver) -> bool:
-        """One turn: take in what has come, plan, tell of the step before, run. False: there was no work.
+        """One turn: take in what has come, plan, tell the news, launch, take in a step that has ended.
 
-        News goes out just before the device runs, so that the server's thread handles it while this one
-        waits without the interpreter's lock, and not while it plans.
+        Returns False when there was no work. News goes out just before this thread launches and waits without
+        the interpreter's lock, so that the server's thread handles it then, and not while this one plans.
         """
         self._take_messages()
         plan = self._scheduler.schedule()
         self._tell(deliver)
         if plan.rows:
-            self._execute(plan)
+            self._launch(plan)
+        if self._under_way and (not plan.rows or len(self._under_way) > self._most_under_way):
+            self._take_in_oldest()
+            return True
         return bool(plan.rows)
 
     def _run(self, deliver: Deliver, on_fatal: Callable[[], None]) -> None:
@@ -156,10 +200,20 @@ class EngineLoop:
         if outputs:
             deliver(outputs)
 
-    def _execute(self, plan: StepPlan) -> None:
-        """Runs a plan. A step that raises ends its own sequences; too many in a row end the loop."""
+    def _launch(self, plan: StepPlan) -> None:
+        """Gives a plan to the device. If it does not take it, nothing may be planned upon that plan."""
         try:
-            result = self._runner.execute(plan)
+            self._under_way.append((plan, self._runner.submit(plan)))
+        except Exception as error:
+            self._under_way.append((plan, _FailedLaunch(error)))
+            while self._under_way:
+                self._take_in_oldest()
+
+    def _take_in_oldest(self) -> None:
+        """Waits for a result. A step that raises ends its own sequences; too many in a row end the loop."""
+        plan, pending = self._under_way.popleft()
+        try:
+            result = pending.result()
         except Exception as error:
             self._failed_steps += 1
             logger.exception("a step of %d sequences failed; their requests end", len(plan.rows))
@@ -196,6 +250,7 @@ class EngineLoop:
             waiting=scheduler.num_waiting,
             free_blocks=scheduler.num_free_blocks,
             adapters=tuple(self._gate.statuses()),
+            adapter_memory=self._gate.memory(),
         )
 
     def _ask(self, question: Callable[[], T]) -> Future[T]:
@@ -211,8 +266,3 @@ class EngineLoop:
     def _post(self, message: Callable[[], None]) -> None:
         self._inbox.append(message)
         self._news.set()
-
-
-def _settle(future: Future[str], fault: str) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(fault)

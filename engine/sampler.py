@@ -7,46 +7,83 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.drawn_tokens import DrawnTokens
 from engine.step import RowResult, SamplingParams, StepResult, StepRow, TokenLogprobs
+from engine.token_edits import build_token_edits
+from engine.transfer import Readback, pack_to_device
 from kernels.sampling import sample
-from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
+from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch
 
 NOT_FINITE = "The model's output for this request was not finite, so no token could be drawn from it"
 OVERFLOW = "its adapter's weights overflow on this input"
 NOTHING_LEFT = "logit_bias and the banned tokens leave no token to draw."
 
 
-def draw(logits: torch.Tensor, rows: Sequence[StepRow]) -> StepResult:
-    """Draw the next token of each row that samples.
+class PendingStep:
+    """The draw of one step, launched, and on its way to the host."""
 
-    A row whose logits are not finite gets an ``error``; the others do not notice it.
+    def __init__(
+        self, rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sampled, readback: Readback
+    ) -> None:
+        parts = [sampled.tokens, sampled.finite]
+        if sampled.logprobs is not None:
+            assert sampled.top_tokens is not None and sampled.top_logprobs is not None
+            parts += [sampled.logprobs, sampled.top_tokens, sampled.top_logprobs]
+        self._rows = rows
+        self._logits = logits
+        self._copies = readback.start(parts)
+
+    def result(self) -> StepResult:
+        """What each row drew, once the device has: the only call that waits for it.
+
+        A row whose logits are not finite gets an ``error``; the others do not notice it.
+        """
+        return _results(self._rows, self._logits, Sampled(*self._copies.wait()))
+
+
+class EmptyStep:
+    """A step of which no row draws."""
+
+    def result(self) -> StepResult:
+        return StepResult()
+
+
+def draw(
+    logits: torch.Tensor, rows: Sequence[StepRow], readback: Readback, drawn: DrawnTokens | None = None
+) -> tuple[PendingStep, DrawnTokens]:
+    """Launch the draw of the next token of each row.
 
     Args:
-        logits: [S, vocab_size], a row for each entry of ``rows`` with ``sampling``, in order.
+        logits: [S, vocab_size], a row for each of ``rows``, which all have ``sampling``.
+        drawn: what the step before has drawn, for penalties on tokens that no host has seen.
+
+    Returns:
+        The draw on its way to the host, and on the device, for the next step.
     """
-    sampling = [row for row in rows if row.sampling is not None]
-    batch = build_sampling_batch(sampling, logits.device)
-    return _results(sampling, logits, sample(logits, batch))
+    sampled = sample(logits, build_sampling_batch(rows, logits.device, drawn))
+    return PendingStep(rows, logits, sampled, readback), DrawnTokens(sampled.tokens, rows)
 
 
-def build_sampling_batch(rows: Sequence[StepRow], device: torch.device) -> SamplingBatch:
-    """The parameters of rows that all have ``sampling`` as parallel tensors."""
+def build_sampling_batch(
+    rows: Sequence[StepRow], device: torch.device, drawn: DrawnTokens | None = None
+) -> SamplingBatch:
+    """The parameters of rows that all have ``sampling`` as parallel tensors. The host waits for nothing."""
     params = [_params(row) for row in rows]
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        # From pinned memory, since the copy must not wait for the forward pass that still runs.
-        pinned = device.type == "cuda"
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
-
+    columns = pack_to_device(
+        {
+            "temperature": np.array([p.temperature for p in params], np.float32),
+            "top_k": np.array([p.top_k for p in params], np.int32),
+            "top_p": np.array([p.top_p for p in params], np.float32),
+            "min_p": np.array([p.min_p for p in params], np.float32),
+            "seeds": np.array([_signed(p.seed) for p in params], np.int64),
+            "positions": np.array([row.start + len(row.tokens) for row in rows], np.int64),
+        },
+        device,
+    )
     logprobs = [p.logprobs for p in params if p.logprobs is not None]
     return SamplingBatch(
-        temperature=column([p.temperature for p in params], torch.float32),
-        top_k=column([p.top_k for p in params], torch.int32),
-        top_p=column([p.top_p for p in params], torch.float32),
-        min_p=column([p.min_p for p in params], torch.float32),
-        seeds=column([_signed(p.seed) for p in params], torch.int64),
-        positions=column([row.start + len(row.tokens) for row in rows], torch.int64),
-        edits=_edits(rows, params, device),
+        **columns,
+        edits=build_token_edits(rows, params, device, drawn),
         num_logprobs=max(logprobs, default=None),
         all_greedy=all(p.temperature < GREEDY_BELOW for p in params),
     )
@@ -60,52 +97,6 @@ def _params(row: StepRow) -> SamplingParams:
 def _signed(seed: int) -> int:
     """The int64 with the same 64 bits as an unsigned seed."""
     return (seed & 0xFFFFFFFFFFFFFFFF) - ((seed & 0x8000000000000000) << 1)
-
-
-def _edits(
-    rows: Sequence[StepRow], params: Sequence[SamplingParams], device: torch.device
-) -> TokenEdits | None:
-    """Bias, bans and penalties of all rows, each pair of row and token once; None if there are none."""
-    entries = [_row_edits(i, row, p) for i, (row, p) in enumerate(zip(rows, params, strict=True))]
-    merged = np.concatenate([entry for entry in entries if entry is not None] or [np.zeros((5, 0))], axis=1)
-    if merged.shape[1] == 0:
-        return None
-    owner, tokens, biases, counts, seen = (torch.from_numpy(column) for column in merged)
-    penalties = torch.tensor(
-        [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
-    ).to(device)
-    return TokenEdits(
-        rows=owner.to(device, torch.int32),
-        tokens=tokens.to(device, torch.int32),
-        biases=biases.to(device, torch.float32),
-        counts=counts.to(device, torch.int32),
-        seen=seen.to(device, torch.bool),
-        presence=penalties[:, 0].contiguous(),
-        frequency=penalties[:, 1].contiguous(),
-        repetition=penalties[:, 2].contiguous(),
-    )
-
-
-def _row_edits(index: int, row: StepRow, params: SamplingParams) -> np.ndarray | None:
-    """float64 [5, E]: row, token, bias, count in the output, seen."""
-    biases: dict[int, float] = dict(params.logit_bias)
-    biases.update(dict.fromkeys(row.banned_tokens, float("-inf")))
-    output = np.zeros(0, np.int64)
-    known = np.zeros(0, np.int64)
-    if params.has_penalties:
-        output = np.asarray(row.output_tokens, np.int64)
-        prompt = row.prompt_tokens if params.repetition_penalty != 1.0 else ()
-        known = np.concatenate([output, np.asarray(prompt, np.int64)])
-    if not biases and not len(known):
-        return None
-    biased = np.fromiter(biases, np.int64, len(biases))
-    tokens = np.unique(np.concatenate([known, biased]))
-    entry = np.zeros((5, len(tokens)))
-    entry[0], entry[1] = index, tokens
-    entry[2, np.searchsorted(tokens, biased)] = list(biases.values())
-    np.add.at(entry[3], np.searchsorted(tokens, output), 1)
-    entry[4, np.searchsorted(tokens, known)] = 1
-    return entry
 
 
 def _results(rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sampled) -> StepResult:

@@ -42,10 +42,15 @@ class RankPagePool:
         assert len(pages) == adapter.num_pages, "an adapter fills exactly its own number of pages"
         for group, weights in adapter.groups.items():
             target = self._groups[group]
-            for i, page in enumerate(pages):
-                target.a[:, page].copy_(weights.a[:, i], non_blocking=True)
-                target.b[:, page].copy_(weights.b[:, i], non_blocking=True)
-                target.scales[:, page].copy_(weights.scales[:, i], non_blocking=True)
+            for whole, source in (
+                (target.a, weights.a),
+                (target.b, weights.b),
+                (target.scales, weights.scales),
+            ):
+                # In one piece to the device first: from there on no copy of it makes the host wait.
+                staged = source.to(whole.device, non_blocking=True)
+                for i, page in enumerate(pages):
+                    whole[:, page].copy_(staged[:, i])
 
 
 class _GroupPages:

@@ -78,6 +78,11 @@ class Roster:
         if not entry.sequences:
             del self._entries[seq.request.key]
 
+    def take_ticket(self) -> int:
+        """A number greater than all ids of sequences until now, and less than all that come."""
+        ticket, self._next_seq_id = self._next_seq_id, self._next_seq_id + 1
+        return ticket
+
     def mark_started(self, request: Request) -> bool:
         """Returns whether this is the first time for the request."""
         entry = self._entries[request.key]

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from engine.sampler import build_sampling_batch, draw
-from engine.step import SamplingParams, StepAdapter, StepRow
+from engine.sampler import build_sampling_batch
+from engine.sampler import draw as launch_draw
+from engine.step import SamplingParams, StepAdapter, StepResult, StepRow
+from engine.transfer import Readback
 
 CPU = torch.device("cpu")
 
 
+def draw(logits: torch.Tensor, rows: Sequence[StepRow]) -> StepResult:
+    pending, drawn = launch_draw(logits, rows, Readback(CPU))
+    result = pending.result()
+    assert drawn.tokens.tolist() == [found.token for found in result.rows]
+    return result
+
+
 def row(seq_id: int, params: SamplingParams | None, *, banned: tuple[int, ...] = ()) -> StepRow:
     return StepRow(seq_id, [1, 2], 10, (0,), sampling=params, banned_tokens=banned)
-
-
-def test_rows_without_sampling_have_no_result() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 1.0]])
-    rows = (row(4, SamplingParams()), row(5, None), row(6, SamplingParams()))
-    assert [(r.seq_id, r.token, r.error) for r in draw(logits, rows).rows] == [(4, 1, None), (6, 0, None)]
 
 
 def test_positions_and_seeds_are_the_sequence_own() -> None:
