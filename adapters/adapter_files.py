@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from adapters.errors import InvalidAdapter
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
 MAX_SHARDS = 64
+
+EFFECT_FILE = "tokenizer_effect.json"
+"""What of an adapter's tokenizer counts, as the gateway has found; never part of an upload."""
 
 _MIB = 1024 * 1024
 TOKENIZER_FILES: Mapping[str, int] = {
@@ -48,29 +53,32 @@ def size_limit(name: str, max_weights_bytes: int) -> int:
     return SMALL_FILES.get(name, max_weights_bytes)
 
 
-def fault_of(names: Iterable[str]) -> str | None:
-    """Says what is wrong with this set of file names, as the end of 'The adapter …'; None for a whole one.
+def check_complete(names: Iterable[str]) -> None:
+    """Checks that files of these names can make up an adapter; names of anything else do not matter.
 
-    It has a config, and either one file of weights, or all shards of one count with their index.
+    It has a config, and either one file of weights, or all shards of one count with their index. Raises
+    `InvalidAdapter` that names the file at fault.
     """
     present = set(names)
-    if CONFIG_FILE not in present:
-        return f"has no {CONFIG_FILE}"
     shards = sorted(name for name in present if is_weights(name) and name != WEIGHTS_FILE)
-    if not shards:
-        if WEIGHTS_FILE not in present:
-            return f"has no {WEIGHTS_FILE}"
-        if INDEX_FILE in present:
-            return f"has an {INDEX_FILE} but no shards"
-        return None
-    if WEIGHTS_FILE in present:
-        return f"has both {WEIGHTS_FILE} and shards of it"
-    if INDEX_FILE not in present:
-        return f"has shards but no {INDEX_FILE}"
-    counts = {match[2] for match in map(_SHARD.fullmatch, shards) if match}
-    if len(counts) > 1:
-        return f"has shards of different counts ({shards[0]}, {shards[-1]})"
-    (count,) = counts
-    wanted = {f"adapter_model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)}
+    wanted = {CONFIG_FILE, *(_siblings(shards[0]) if shards else (WEIGHTS_FILE,))}
     missing = sorted(wanted - present)
-    return f"has no {missing[0]}" if missing else None
+    if missing:
+        raise InvalidAdapter(
+            f"The file {missing[0]} is missing; give all files that PEFT's save_pretrained wrote.", missing[0]
+        )
+    surplus = [name for name in (*shards, WEIGHTS_FILE, INDEX_FILE) if name in present - wanted]
+    if surplus:
+        raise InvalidAdapter(
+            f"There is {surplus[0]} beside another set of weights; give either {WEIGHTS_FILE}, or shards of "
+            f"one count with {INDEX_FILE}.",
+            surplus[0],
+        )
+
+
+def _siblings(shard: str) -> list[str]:
+    """The index and all shards of the set that a shard is of."""
+    match = _SHARD.fullmatch(shard)
+    assert match is not None
+    count = match[2]
+    return [INDEX_FILE, *(f"adapter_model-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1))]

@@ -1,17 +1,21 @@
 """What an adapter is called, and what it *is*: names and versions above, the digest below.
 
 Everything under the API is keyed by the digest. It is taken over what an adapter does, not over how its files
-happen to be written: each tensor's canonical name, its module's scale, dtype, shape and bytes. So the order
-of tensors in the file, PEFT's adapter-name infix, or `rank_pattern` in place of `r` do not change it, and any
-change of a result does.
+happen to be written: each tensor's canonical name, its module's scale, dtype, shape and bytes, and the few
+settings that no tensor shows. So the order of tensors, shards, PEFT's adapter-name infix, or `rank_pattern`
+in place of `r` do not change it, and any change of a result does.
+
+Once an adapter is published, its digest is only a name: nothing computes it again to find the blob. Digests
+of an earlier format stay valid beside new ones; the same files uploaded anew are then one more blob.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 DIGEST_BYTES = 32
@@ -19,7 +23,7 @@ MAX_VERSION = 2**31 - 1
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
-_FORMAT = b"loraplex adapter 1\n"
+_FORMAT = b"loraplex adapter 2\n"
 
 
 class InvalidName(ValueError):
@@ -55,27 +59,30 @@ def parse_model_ref(ref: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class DigestPart:
-    """One tensor as the digest sees it. `chunks` is consumed once and holds exactly the tensor's bytes."""
+    """One tensor as the digest sees it."""
 
     name: str
     scale: float
     dtype: str
     shape: Sequence[int]
-    chunks: Iterable[bytes | memoryview]
+    sha256: bytes
+    """Of the tensor's bytes."""
 
 
-def digest_of(parts: Iterable[DigestPart]) -> bytes:
-    """SHA-256 over an adapter's canonical form, streamed. `parts` come in the order of their canonical names.
+def digest_of(parts: Iterable[DigestPart], settings: Mapping[str, object]) -> bytes:
+    """SHA-256 over an adapter's canonical form.
 
-    Each part's head is fixed by its own fields and gives the number of bytes that follow (shape and dtype),
-    so no two different adapters have the same stream.
+    It is a tree of two levels: tensors are hashed one by one, in any order and beside each other, and this
+    hashes their hashes in the order of their names. `settings` is what decides the result and no tensor
+    shows, as JSON can hold it; none for a plain LoRA. Each piece gives its own length, so no two different
+    adapters have the same stream.
     """
-    sha = hashlib.sha256(_FORMAT)
-    for part in parts:
+    told = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
+    sha = hashlib.sha256(_FORMAT + struct.pack("<Q", len(told)) + told)
+    for part in sorted(parts, key=lambda part: part.name):
         name = part.name.encode()
         sha.update(struct.pack("<Id4sI", len(name), part.scale, part.dtype.encode(), len(part.shape)))
         sha.update(name)
         sha.update(struct.pack(f"<{len(part.shape)}Q", *part.shape))
-        for chunk in part.chunks:
-            sha.update(chunk)
+        sha.update(part.sha256)
     return sha.digest()

@@ -11,7 +11,7 @@ where the norm is over each output's row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Place = tuple[int, str]
@@ -64,6 +64,17 @@ class TrainedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutPart:
+    """A tensor as the digest sees it."""
+
+    name: str
+    """The same for every way to write the files."""
+    scale: float
+    """Of the low-rank update that the tensor belongs to; 1 for any other."""
+    tensor: StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLayout:
     """An adapter laid against a base model.
 
@@ -84,8 +95,14 @@ class AdapterLayout:
     """[vocab_size, hidden]."""
     embedding_tokens: TrainedTokens | None = None
     lm_head_tokens: TrainedTokens | None = None
-    invocation_tokens: tuple[int, ...] = field(default=())
+    invocation_tokens: tuple[int, ...] = ()
     """Activated LoRA: the adapter applies from the last occurrence of these on. Empty: everywhere."""
+    trains_whole_ends: bool = False
+    """Whether a saved weight was trained (`modules_to_save`), and is not only the base's, saved along."""
+    parts: tuple[LayoutPart, ...] = ()
+    """Every tensor of the files once, by name: those above, and what PEFT writes and does not read."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """What of the config decides the result and no tensor shows, as JSON can hold it."""
 
     @property
     def rank(self) -> int:
@@ -120,33 +137,3 @@ class AdapterLayout:
         if self.lm_head or self.saved_lm_head or self.lm_head_tokens:
             names["lm_head"] = None
         return tuple(names)
-
-    def named_tensors(self) -> Iterator[tuple[str, float, StoredTensor]]:
-        """Canonical name, scale and place of every tensor.
-
-        A name is the same for every way to write the files. A scale is that of the low-rank update that the
-        tensor belongs to; 1 for any other. A tensor that is tied comes twice, under both names.
-        """
-        for (layer, module), update in self.linear.items():
-            yield from _named(f"layers.{layer}.{module}", update)
-        for end, update, saved, tokens in (
-            ("embed_tokens", self.embedding, self.saved_embedding, self.embedding_tokens),
-            ("lm_head", self.lm_head, self.saved_lm_head, self.lm_head_tokens),
-        ):
-            if update is not None:
-                yield from _named(end, update)
-            if saved is not None:
-                yield f"{end}.weight", 1.0, saved
-            if tokens is not None:
-                yield f"{end}.tokens", 1.0, tokens.rows
-
-
-def _named(place: str, update: LowRank) -> Iterator[tuple[str, float, StoredTensor]]:
-    for part, tensor in (
-        ("A", update.a),
-        ("B", update.b),
-        ("bias", update.bias),
-        ("magnitude", update.magnitude),
-    ):
-        if tensor is not None:
-            yield f"{place}.{part}", update.scale, tensor

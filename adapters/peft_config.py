@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.errors import InvalidAdapter, shown
+from adapters.base_model import EMBEDDING, ENDS
+from adapters.errors import InvalidAdapter, listed, shown
 from adapters.patterns import Budget, Pattern, UnsafePattern
 from adapters.strict_json import NotStrictJson, load_object
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_BASE_MODEL_CHARS = 1024
 MAX_PATTERNS = 10_000
+MAX_INVOCATION_TOKENS = 1024
 MAX_RANK = 65_536
 """A bound for arithmetic; what a base model serves is `BaseModelShape.max_lora_rank`."""
 
@@ -26,7 +28,8 @@ HANDLED = frozenset(
     {
         "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern",
         "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias",
-        "init_lora_weights",
+        "init_lora_weights", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices",
+        "ensure_weight_tying", "alora_invocation_tokens",
     }
 )  # fmt: skip
 
@@ -43,17 +46,10 @@ HARMLESS: Mapping[str, str] = {
     "loftq_config": "only used by init_lora_weights='loftq', which is refused",
     "qalora_group_size": "only used with use_qalora, which is refused",
     "runtime_config": "says where PEFT keeps weights; PEFT does not save it",
-    "ensure_weight_tying": "concerns LoRA on embeddings, whose tensors are refused",
+    "fan_in_fan_out": "PEFT ignores it on linear layers and embeddings, and there are no others here",
 }
 
 REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA is not supported; train with use_dora=false",
-    "lora_bias": "a bias on LoRA's B is not supported; train with lora_bias=false",
-    "fan_in_fan_out": "transposed weights are not supported; train on linear layers with "
-    "fan_in_fan_out=false",
-    "modules_to_save": "fully trained modules are not supported; train with modules_to_save=null",
-    "trainable_token_indices": "trained token embeddings are not supported; train without them",
-    "alora_invocation_tokens": "activated LoRA is not supported; train a plain LoRA",
     "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
     "layer_replication": "replicated layers are another base model; serve the expanded model instead",
     "megatron_config": "Megatron's parallel layers are not supported; convert the adapter to plain LoRA",
@@ -64,6 +60,9 @@ REFUSED: Mapping[str, str] = {
     "arrow_config": "Arrow routing is not supported; upload the routed adapters one by one",
     "kasa_config": "KaSA changes the base weights, which is not supported; train a plain LoRA",
 }
+
+_ENDS = "embed_tokens and lm_head"
+_END_PARENTS = ("", "model", "model.language_model", "language_model", "language_model.model")
 
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -84,6 +83,15 @@ class LoraConfig:
     exclude_modules: tuple[str, ...] | str
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
+    use_dora: bool
+    lora_bias: bool
+    modules_to_save: tuple[str, ...]
+    """Which ends are trained in full, by their bare names: ``embed_tokens``, ``lm_head``."""
+    token_indices: Mapping[str, tuple[int, ...]]
+    """Which rows of an end are trained, by its bare name (of `trainable_token_indices`)."""
+    ensure_weight_tying: bool
+    invocation_tokens: tuple[int, ...]
+    """Of activated LoRA; empty for any other."""
     base_model: str | None
 
 
@@ -106,13 +114,27 @@ def parse_config(raw: bytes) -> LoraConfig:
     config = LoraConfig(
         r=_read(fields, "r", _is_rank, f"a whole number from 1 to {MAX_RANK}", 8, nullable=False),
         lora_alpha=float(_read(fields, "lora_alpha", _is_number, "a finite number", 8, nullable=False)),
-        use_rslora=_read(fields, "use_rslora", lambda value: isinstance(value, bool), "true or false", False),
+        use_rslora=_flag(fields, "use_rslora"),
         rank_pattern=_pattern_map(fields, "rank_pattern", _is_rank, int),
         alpha_pattern=_pattern_map(fields, "alpha_pattern", _is_number, float),
         target_modules=_names(fields, "target_modules"),
         exclude_modules=_names(fields, "exclude_modules"),
         layers_to_transform=_layers(fields),
         layers_pattern=_as_tuple(_names(fields, "layers_pattern")),
+        use_dora=_flag(fields, "use_dora"),
+        lora_bias=_flag(fields, "lora_bias"),
+        modules_to_save=_saved_ends(fields),
+        token_indices=_token_indices(fields),
+        ensure_weight_tying=_flag(fields, "ensure_weight_tying"),
+        invocation_tokens=tuple(
+            _read(
+                fields,
+                "alora_invocation_tokens",
+                lambda value: _are_tokens(value) and len(value) <= MAX_INVOCATION_TOKENS,
+                f"a list of at most {MAX_INVOCATION_TOKENS} token ids",
+                (),
+            )
+        ),
         base_model=_read(
             fields,
             "base_model_name_or_path",
@@ -122,6 +144,7 @@ def parse_config(raw: bytes) -> LoraConfig:
         ),
     )
     _check_targets(config)
+    _check_combination(config, fields)
     return config
 
 
@@ -149,11 +172,10 @@ def _check_kind(fields: Mapping[str, Any]) -> None:
     task_type = fields.get("task_type")
     if task_type not in (None, "CAUSAL_LM"):
         raise InvalidAdapter(f"task_type is {shown(task_type)}; only 'CAUSAL_LM' is served.", "task_type")
+    # Trained biases themselves are refused by their tensors: on most models there are none to train.
     bias = fields.get("bias", "none")
-    if bias not in (None, "none"):
-        raise InvalidAdapter(
-            f"bias is {shown(bias)}; trained biases are not supported: train with bias='none'.", "bias"
-        )
+    if bias not in (None, "none", "all", "lora_only"):
+        raise InvalidAdapter(f"bias is {shown(bias)}, which is not known here.", "bias")
     init = fields.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         raise InvalidAdapter(
@@ -183,6 +205,10 @@ def _read(
     if not accepts(value):
         raise InvalidAdapter(f"{name} is {shown(value)}; it must be {what}.", name)
     return value
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    return _read(fields, name, lambda value: isinstance(value, bool), "true or false", False)
 
 
 def _is_rank(value: Any) -> bool:
@@ -269,3 +295,69 @@ def _check_targets(config: LoraConfig) -> None:
             "layers_to_transform cannot be used when target_modules is text; list the modules instead.",
             "layers_to_transform",
         )
+
+
+def _saved_ends(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    names = _as_tuple(_names(fields, "modules_to_save"))
+    ends = [_end(name) for name in names]
+    unknown = [name for name, end in zip(names, ends, strict=True) if end is None]
+    if unknown:
+        raise InvalidAdapter(
+            f"modules_to_save names {listed(unknown)}; of fully trained modules, {_ENDS} are served.",
+            "modules_to_save",
+        )
+    return tuple(sorted({end for end in ends if end}))
+
+
+def _token_indices(fields: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    def accepts(value: Any) -> bool:
+        lists = value.values() if isinstance(value, dict) else (value,)
+        return all(_are_tokens(tokens) and tokens and len(set(tokens)) == len(tokens) for tokens in lists)
+
+    name = "trainable_token_indices"
+    value = _read(fields, name, accepts, "a list of different token ids, or an object of such lists", {})
+    by_name = value if isinstance(value, dict) else {EMBEDDING: value}
+    indices: dict[str, tuple[int, ...]] = {}
+    for module, tokens in by_name.items():
+        end = _end(module)
+        if end is None or end in indices:
+            raise InvalidAdapter(
+                f"{name} names {shown(module)}; of trained tokens, those of {_ENDS} are served, each once.",
+                name,
+            )
+        indices[end] = tuple(tokens)
+    return indices
+
+
+def _end(name: str) -> str | None:
+    """The bare name of the end that `name` means, in full or in short."""
+    head, _, last = name.rpartition(".")
+    return last if last in ENDS and head in _END_PARENTS else None
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _check_combination(config: LoraConfig, fields: Mapping[str, Any]) -> None:
+    """Refuses what PEFT itself refuses to combine, or combines into something else than either."""
+    if config.lora_bias and config.use_dora:
+        raise InvalidAdapter(
+            "lora_bias is set with use_dora, which PEFT does not combine; set one.", "lora_bias"
+        )
+    if config.token_indices and config.modules_to_save:
+        raise InvalidAdapter(
+            "trainable_token_indices is set with modules_to_save; use one of them for the embedding and "
+            "lm_head.",
+            "trainable_token_indices",
+        )
+    if not config.invocation_tokens:
+        return
+    name = "alora_invocation_tokens"
+    if fields.get("task_type") != "CAUSAL_LM":
+        raise InvalidAdapter(f"{name} needs task_type 'CAUSAL_LM': without it PEFT applies nothing.", name)
+    for other in ("use_dora", "modules_to_save", "trainable_token_indices"):
+        if not _is_off(fields.get(other)):
+            raise InvalidAdapter(
+                f"{name} is set with {other}, which PEFT does not activate by tokens; use one of them.", name
+            )

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from adapters.base_model import BaseModelShape
 from adapters.errors import InvalidAdapter, listed, shown
 from adapters.patterns import Budget, Pattern, UnsafePattern
 from adapters.peft_config import LoraConfig, parse_config
@@ -53,20 +54,6 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 Side = Literal["A", "B"]
 _SIDES: tuple[Side, ...] = ("A", "B")
-
-
-@dataclass(frozen=True, slots=True)
-class BaseModelShape:
-    """What of a base model an adapter must fit."""
-
-    num_layers: int
-    modules: Mapping[str, tuple[int, int]]
-    """The linear layers of each decoder layer: ``q_proj`` → (in_features, out_features)."""
-    max_lora_rank: int
-    vocab_size: int = 0
-    """Rows of the embedding; 0 where it is not known: adapters of the embedding or lm_head are refused."""
-    tied_embeddings: bool = False
-    """Whether lm_head is the embedding."""
 
 
 @dataclass(frozen=True, slots=True)

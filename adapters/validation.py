@@ -1,55 +1,25 @@
-"""Decides whether an uploaded folder is an adapter that is served exactly, and computes its digest.
-
-One pass over the weights does both: each tensor is read once, in pieces, in canonical order; a piece is
-checked for NaN and Inf by its bits and fed to the hash. Memory stays flat whatever the size.
-"""
+"""Decides whether an uploaded folder is an adapter that is served exactly, and computes its digest."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adapters.adapter_files import EFFECT_FILE, check_complete, is_adapter_file, size_limit
+from adapters.base_model import MAX_ADDED_TOKENS, BaseModelShape
 from adapters.errors import InvalidAdapter, shown
 from adapters.identity import DigestPart, digest_of
-from adapters.peft_config import MAX_CONFIG_BYTES
-from adapters.peft_format import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    BaseModelShape,
-    LoraTensor,
-    is_pickle,
-    map_tensors,
-    parse_config,
-    pickle_refused,
-    read_header,
-)
+from adapters.layout import AdapterLayout, LowRank
+from adapters.peft_format import is_pickle, pickle_refused
+from adapters.reader import lay_out, read_config
 from adapters.safetensors_header import MAX_HEADER_BYTES
+from adapters.weight_files import read_tensors
+from adapters.weights_scan import TensorScan, scan_weights
 
 __all__ = ["AdapterSummary", "InvalidAdapter", "largest_weights_file", "validate"]
-
-_PIECE_BYTES = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _FloatBits:
-    """Where the parts of a float lie in its bits."""
-
-    view: str
-    """numpy's name of the unsigned integer of this size."""
-    exponent: int
-    """All of these bits set: Inf or NaN."""
-    magnitude: int
-    """None of these bits set: zero, of either sign."""
-
-
-_FLOAT_BITS = {
-    "F32": _FloatBits("<u4", 0x7F800000, 0x7FFFFFFF),
-    "F16": _FloatBits("<u2", 0x7C00, 0x7FFF),
-    "BF16": _FloatBits("<u2", 0x7F80, 0x7FFF),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,130 +28,120 @@ class AdapterSummary:
 
     digest: bytes
     rank: int
-    """The largest of its modules."""
+    """The largest of its modules; 0 where it has no low-rank update."""
     num_tensors: int
     nbytes: int
     """Of all tensors."""
     base_model: str | None
     """As the config names it."""
     target_modules: tuple[str, ...]
-    """The names of the linear layers that it adapts, in any decoder layer."""
+    """The names of the modules that it adapts: linear layers of any decoder layer, embed_tokens, lm_head."""
+    invocation_tokens: tuple[int, ...] = ()
+    """Of activated LoRA; empty for any other."""
+    tokenizer: str = ""
+    """Hash of its own tokenizer, in hex; empty where it uses the base model's."""
+    vocab_size: int = 0
+    """Where it adds tokens: how many there are then. 0: the base model's."""
 
 
-def validate(folder: Path, shape: BaseModelShape, *, allow_zero: bool = False) -> AdapterSummary:
-    """Checks the adapter in `folder`, which holds exactly
-    the two files of PEFT's format, against a base model.
+def validate(
+    folder: Path, shape: BaseModelShape, *, allow_zero: bool = False, tokenizer: str = ""
+) -> AdapterSummary:
+    """Checks the adapter in `folder`, which holds exactly its files, against a base model.
 
-    `allow_zero` accepts an adapter whose update is zero everywhere, as one is before training. Blocks on the
+    `allow_zero` accepts an adapter that does nothing, as one is before training. `tokenizer` is the hash of
+    what its own tokenizer files do, which the caller has found out; it is part of the digest. Blocks on the
     disk for as long as reading and hashing the weights takes. Raises `InvalidAdapter` that names the fault
     and the mend.
     """
-    _check_files(folder)
-    config = parse_config(_read_config(folder / CONFIG_FILE))
-    weights = folder / WEIGHTS_FILE
-    tensors = map_tensors(config, read_header(weights), shape)
-    digest, nonzero = _read_weights(weights, tensors)
-    if not allow_zero and not _has_effect(tensors, nonzero):
+    _check_files(folder, shape, own_tokenizer=bool(tokenizer))
+    config = read_config(folder)
+    layout = lay_out(config, read_tensors(folder), shape)
+    scans = scan_weights(folder, [part.tensor for part in layout.parts])
+    if not allow_zero and not has_effect(layout, scans, shape):
         raise InvalidAdapter(
             "The adapter's update is zero in every module, so it would answer as the base model does; train "
             "it, or upload it with allow_zero=true."
         )
-    adapted = {tensor.module for tensor in tensors}
     return AdapterSummary(
-        digest=digest,
-        rank=max(tensor.rank for tensor in tensors),
-        num_tensors=len(tensors),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
+        digest=digest_of_layout(layout, scans, tokenizer),
+        rank=max((update.rank for update in _updates(layout)), default=0),
+        num_tensors=len(layout.parts),
+        nbytes=sum(part.tensor.nbytes for part in layout.parts),
         base_model=config.base_model,
-        target_modules=tuple(module for module in shape.modules if module in adapted),
+        target_modules=layout.target_modules,
+        invocation_tokens=layout.invocation_tokens,
+        tokenizer=tokenizer,
+        vocab_size=layout.vocab_size if layout.vocab_size > shape.vocab_size else 0,
     )
+
+
+def digest_of_layout(layout: AdapterLayout, scans: Mapping[str, TensorScan], tokenizer: str = "") -> bytes:
+    """The digest of an adapter whose tensors have been read."""
+    parts = (
+        DigestPart(
+            part.name, part.scale, part.tensor.dtype, part.tensor.shape, scans[part.tensor.name].sha256
+        )
+        for part in layout.parts
+    )
+    return digest_of(parts, {**layout.settings, **({"tokenizer": tokenizer} if tokenizer else {})})
+
+
+def has_effect(layout: AdapterLayout, scans: Mapping[str, TensorScan], shape: BaseModelShape) -> bool:
+    """Whether an adapter is known to change anything.
+
+    A product of A and B that is not zero does, and a bias, with a scale; so do trained tokens, weights of
+    `modules_to_save` (every weight that PEFT saved for another reason repeats the base's) and added tokens. A
+    magnitude alone does not count: before training it is the norm of the base's weight, which is not known
+    here.
+    """
+
+    def nonzero(name: str) -> bool:
+        return scans[name].nonzero
+
+    for update in _updates(layout):
+        product = nonzero(update.a.name) and nonzero(update.b.name)
+        bias = update.bias is not None and nonzero(update.bias.name)
+        if update.scale != 0 and (product or bias):
+            return True
+    trained = layout.embedding_tokens or layout.lm_head_tokens or layout.trains_whole_ends
+    return bool(trained) or layout.vocab_size > shape.vocab_size
 
 
 def largest_weights_file(shape: BaseModelShape) -> int:
     """The bytes of the largest weights file that can be valid, so that an upload can be cut off."""
     features = sum(sum(sizes) for sizes in shape.modules.values())
-    return 8 + MAX_HEADER_BYTES + shape.num_layers * features * shape.max_lora_rank * 4
+    outputs = sum(out_features for _, out_features in shape.modules.values())
+    layers = shape.num_layers * (features * shape.max_lora_rank + outputs)
+    vocab_size = shape.vocab_size + MAX_ADDED_TOKENS if shape.vocab_size else 0
+    rows_of_an_end = 4  # the trained copy, its repetition, the original, and trained tokens
+    ends = 2 * vocab_size * (shape.hidden_size * rows_of_an_end + shape.max_lora_rank + 1)
+    ends += 2 * shape.hidden_size * (shape.max_lora_rank + 1)
+    return 8 + MAX_HEADER_BYTES + 4 * (layers + ends)
 
 
-def _check_files(folder: Path) -> None:
-    entries = {entry.name: entry for entry in os.scandir(folder)}
-    for name in sorted(entries.keys() - {CONFIG_FILE, WEIGHTS_FILE}):
-        if is_pickle(name):
-            raise pickle_refused(name)
-        raise InvalidAdapter(
-            f"The file {shown(name)} is not part of an adapter; upload only {CONFIG_FILE} and "
-            f"{WEIGHTS_FILE}.",
-            name,
-        )
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if name not in entries:
+def _updates(layout: AdapterLayout) -> list[LowRank]:
+    return [*layout.linear.values(), *(end for end in (layout.embedding, layout.lm_head) if end is not None)]
+
+
+def _check_files(folder: Path, shape: BaseModelShape, *, own_tokenizer: bool) -> None:
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    largest = largest_weights_file(shape)
+    for entry in entries:
+        if is_pickle(entry.name):
+            raise pickle_refused(entry.name)
+        if not is_adapter_file(entry.name) and not (own_tokenizer and entry.name == EFFECT_FILE):
             raise InvalidAdapter(
-                f"The file {name} is missing; upload both {CONFIG_FILE} and {WEIGHTS_FILE}.", name
+                f"The file {shown(entry.name)} is not part of an adapter; upload only what PEFT's "
+                "save_pretrained and the tokenizer's wrote.",
+                entry.name,
             )
-        if not stat.S_ISREG(entries[name].stat(follow_symlinks=False).st_mode):
-            raise InvalidAdapter(f"{name} is not a regular file; upload the file itself.", name)
-
-
-def _read_config(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_CONFIG_BYTES + 1)
-
-
-def _read_weights(path: Path, tensors: Sequence[LoraTensor]) -> tuple[bytes, set[str]]:
-    """The digest, and the canonical names of the tensors that are not all zero."""
-    nonzero: set[str] = set()
-    with path.open("rb", buffering=0) as file:
-
-        def parts() -> Iterator[DigestPart]:
-            for tensor in sorted(tensors, key=lambda tensor: tensor.canonical_name):
-                yield DigestPart(
-                    name=tensor.canonical_name,
-                    scale=tensor.scale,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    chunks=_checked_pieces(file.fileno(), tensor, nonzero),
-                )
-
-        return digest_of(parts()), nonzero
-
-
-def _checked_pieces(descriptor: int, tensor: LoraTensor, nonzero: set[str]) -> Iterator[memoryview]:
-    """A tensor's bytes, each piece valid until the next; notes it in `nonzero` unless all zero."""
-    import numpy as np  # here, since every gateway imports this module, and should start quickly
-
-    bits = _FLOAT_BITS[tensor.dtype]
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, tensor.nbytes)))
-    done = 0
-    while done < tensor.nbytes:
-        piece = buffer[: min(len(buffer), tensor.nbytes - done)]
-        _read_exactly(descriptor, piece, tensor.offset + done)
-        values = np.frombuffer(piece, bits.view)
-        if ((values & bits.exponent) == bits.exponent).any():
+        status = entry.stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidAdapter(f"{entry.name} is not a regular file; upload the file itself.", entry.name)
+        if status.st_size > size_limit(entry.name, largest):
             raise InvalidAdapter(
-                f"The tensor {shown(tensor.name)} holds NaN or Inf; the training has diverged: use an "
-                "earlier checkpoint.",
-                tensor.name,
+                f"{entry.name} has {status.st_size} bytes; the limit is {size_limit(entry.name, largest)}.",
+                entry.name,
             )
-        if tensor.canonical_name not in nonzero and (values & bits.magnitude).any():
-            nonzero.add(tensor.canonical_name)
-        yield piece
-        done += len(piece)
-
-
-def _read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
-    while target:
-        count = os.preadv(descriptor, [target], offset)
-        if count == 0:
-            raise InvalidAdapter(
-                f"{WEIGHTS_FILE} became shorter while it was read; upload it again.", WEIGHTS_FILE
-            )
-        target, offset = target[count:], offset + count
-
-
-def _has_effect(tensors: Sequence[LoraTensor], nonzero: set[str]) -> bool:
-    """Whether some module has a scale and both sides that are not zero."""
-    sides = {"A": set[tuple[int, str]](), "B": set[tuple[int, str]]()}
-    for tensor in tensors:
-        if tensor.scale != 0 and tensor.canonical_name in nonzero:
-            sides[tensor.side].add((tensor.layer, tensor.module))
-    return bool(sides["A"] & sides["B"])
+    check_complete(entry.name for entry in entries)

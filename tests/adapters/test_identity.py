@@ -44,15 +44,28 @@ def test_model_refs_that_are_none(ref: str) -> None:
         parse_model_ref(ref)
 
 
-def test_digest_does_not_depend_on_how_the_bytes_come_in_pieces() -> None:
-    def digest(chunks: list[bytes]) -> bytes:
-        return digest_of([DigestPart("layers.0.q_proj.A", 2.0, "F32", (1, 2), chunks)])
-
-    assert digest([b"abcdefgh"]) == digest([b"abc", b"", b"defgh"])
-    assert len(digest([])) == 32
+def part(
+    name: str, sha256: bytes = b"s" * 32, scale: float = 1.0, shape: tuple[int, ...] = (1,)
+) -> DigestPart:
+    return DigestPart(name, scale, "F32", shape, sha256)
 
 
-def test_digest_tells_a_boundary_between_tensors_from_data() -> None:
-    one = [DigestPart("a", 1.0, "F32", (1,), [b"1234"]), DigestPart("b", 1.0, "F32", (1,), [b"5678"])]
-    other = [DigestPart("a", 1.0, "F32", (2,), [b"12345678"])]
-    assert digest_of(one) != digest_of(other)
+def test_digest_does_not_depend_on_the_order_of_parts_or_settings() -> None:
+    parts = [part("a"), part("b", b"t" * 32)]
+    settings = {"x": [1, 2], "y": "z"}
+    again = dict(reversed(settings.items()))
+    assert digest_of(parts, settings) == digest_of(reversed(parts), again)
+    assert len(digest_of([], {})) == 32
+
+
+def test_digest_changes_with_all_that_it_covers() -> None:
+    different = [
+        digest_of([part("a")], {}),
+        digest_of([part("b")], {}),
+        digest_of([part("a", b"t" * 32)], {}),
+        digest_of([part("a", scale=2.0)], {}),
+        digest_of([part("a", shape=(1, 1))], {}),
+        digest_of([part("a"), part("b")], {}),
+        digest_of([part("a")], {"tie": True}),
+    ]
+    assert len(set(different)) == len(different)

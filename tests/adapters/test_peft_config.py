@@ -71,8 +71,6 @@ def test_unknown_fields_are_refused_unless_they_are_off() -> None:
         ("peft_type", None),
         ("peft_type", ["LORA"]),
         ("task_type", "SEQ_CLS"),
-        ("bias", "all"),
-        ("bias", "lora_only"),
         ("bias", True),
         ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_16"),

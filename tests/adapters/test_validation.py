@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from adapters import validation
+from adapters import weights_scan
 from adapters.errors import InvalidAdapter
 from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, BaseModelShape
 from adapters.safetensors_header import MAX_HEADER_BYTES
@@ -119,7 +119,7 @@ def test_pieces_of_a_tensor_are_read_one_after_another(
 ) -> None:
     whole = digest(tmp_path / "a")
     last = with_value(A0, "F32", 0x7FC00000, -1)
-    monkeypatch.setattr(validation, "_PIECE_BYTES", 48)
+    monkeypatch.setattr(weights_scan, "_PIECE_BYTES", 48)
     assert digest(tmp_path / "a") == whole
     assert fault_of(write_adapter(tmp_path / "b", weights=last)).field_or_tensor == A0
 
@@ -204,7 +204,9 @@ def test_a_pickle_under_the_right_name(tmp_path: Path) -> None:
     assert "safetensors" in fault_of(write_adapter(tmp_path, weights=b"\x80\x02}q\x00(X\x01")).message
 
 
-@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "adapter_config.json.bak", "sub", "é\x1b"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "tokenizer_effect.json", "adapter_config.json.bak", "sub", "é\x1b"]
+)
 def test_other_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     folder = write_adapter(tmp_path)
     (folder / name).mkdir() if name == "sub" else (folder / name).write_bytes(b"")
@@ -261,7 +263,9 @@ def test_the_largest_weights_file_is_a_bound(tmp_path: Path) -> None:
     )
     validate(folder, SHAPE)
     data = sum(len(data) for _, _, data in everything.values())
-    assert largest_weights_file(SHAPE) == data + MAX_HEADER_BYTES + 8
+    biases = sum(4 * shape[0] for name, (_, shape, _) in everything.items() if "lora_B" in name)
+    ends = 4 * 2 * SHAPE.hidden_size * (SHAPE.max_lora_rank + 1)
+    assert largest_weights_file(SHAPE) == data + biases + ends + MAX_HEADER_BYTES + 8
 
 
 # Fuzzing: whatever the files hold, the answer is a summary or InvalidAdapter, and soon.
