@@ -1,35 +1,28 @@
-"""Adapters' files by digest, in a folder that gateways write and engines read.
+"""What a store of adapters' files does, whatever keeps them: a folder, or a bucket.
 
-    root/sha256/ab/<64 hex digits>/   adapter_config.json, adapter_model.safetensors, manifest.json
-    root/staging/<random>/            uploads on their way; a folder here becomes a blob by one rename
-    root/trash/<hex>.<random>/        blobs on their way out
-
-A blob is there whole or not at all, also after a crash: files and folders reach the disk before the rename,
-and the rename's own folder after it. Blobs never change. Digests come as bytes, so that no text from outside
-becomes a path.
+A blob is the files of one adapter under its digest, with a manifest beside them. It is there whole or not at
+all, also after a crash, and never changes. Records are small JSON objects by path: the copy of what Redis
+holds, from which a lost Redis is rebuilt. Digests come as bytes, so that no text from outside becomes a path.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import shutil
+import hashlib
+import re
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from adapters.identity import DIGEST_BYTES
 
 MANIFEST_FILE = "manifest.json"
+PIECE_BYTES = 1024 * 1024
 
-_PURGED = ".purged"
-_FOLDER_MODE = 0o755
-_FILE_MODE = 0o644
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_RECORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*(/[A-Za-z0-9][A-Za-z0-9._@-]*)*")
 
 
 class BlobNotFound(LookupError):
@@ -40,172 +33,222 @@ class BlobNotFound(LookupError):
         self.digest = digest
 
 
-class BlobStore:
-    """The store under `root`, which is made if it is missing.
-    Safe for many processes at once on one file system.
-    """
+class StoreUnavailable(OSError):
+    """The store cannot be reached, or refuses. One sentence, without secrets."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._blobs = root / "sha256"
-        self._staging = root / "staging"
-        self._trash = root / "trash"
-        for folder in (self._blobs, self._staging, self._trash):
-            folder.mkdir(parents=True, exist_ok=True)
 
-    def stage(self) -> Staging:
-        """A new private folder for one upload. Use it as a context
-        manager: leaving it removes what was not published.
-        """
-        folder = self._staging / secrets.token_hex(16)
-        folder.mkdir(mode=0o700)
-        return Staging(self, folder)
-
-    def path(self, digest: bytes) -> Path:
-        """The folder of a blob. Raises `BlobNotFound`."""
-        folder = self._folder(digest)
-        if not folder.is_dir():
-            raise BlobNotFound(digest)
-        return folder
+class BlobReader(Protocol):
+    """What an engine needs of a store. Safe for many threads."""
 
     def contains(self, digest: bytes) -> bool:
-        return self._folder(digest).is_dir()
+        """Whether the store has the blob."""
+        ...
 
-    def manifest(self, digest: bytes) -> dict[str, Any]:
-        """What was published beside the files. Raises `BlobNotFound`."""
-        return json.loads((self.path(digest) / MANIFEST_FILE).read_bytes())
+    def reading(self, digest: bytes) -> AbstractContextManager[Path]:
+        """A local folder with the blob's files, which stays as it is inside the context.
 
-    def delete(self, digest: bytes) -> None:
-        """Removes a blob; one that is not there is no error."""
-        trashed = self.withdraw(digest)
-        if trashed is not None:
-            trashed.purge()
-
-    def withdraw(self, digest: bytes) -> Trashed | None:
-        """Moves a blob into the trash at once, to be restored or purged. None: there was no such blob."""
-        folder = self._folder(digest)
-        trashed = self._trash / f"{digest.hex()}.{secrets.token_hex(8)}"
-        try:
-            folder.rename(trashed)
-        except FileNotFoundError:
-            return None
-        _sync_folder(folder.parent)
-        return Trashed(self, digest, trashed)
-
-    def trashed(self) -> list[Trashed]:
-        """What is in the trash: on its way out now, or left by a crash."""
-        names = [folder.name for folder in self._trash.iterdir() if not folder.name.endswith(_PURGED)]
-        return [Trashed(self, bytes.fromhex(name.partition(".")[0]), self._trash / name) for name in names]
-
-    def clean(self, older_than_s: float) -> int:
-        """Removes what crashed uploads, untouched for `older_than_s` seconds, and crashed purges have left.
-        Returns how many folders.
+        Blocks while a remote store's blob is fetched. Raises `BlobNotFound`, `StoreUnavailable`.
         """
-        limit = time.time() - older_than_s
-        stale = [folder for folder in self._staging.iterdir() if _last_touched(folder) < limit]
-        stale += self._trash.glob(f"*{_PURGED}")
-        for folder in stale:
-            shutil.rmtree(folder, ignore_errors=True)
-        return len(stale)
+        ...
 
-    def _folder(self, digest: bytes) -> Path:
-        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
-            raise ValueError(f"a digest is {DIGEST_BYTES} bytes")
-        name = digest.hex()
-        return self._blobs / name[:2] / name
+    def has_local(self, digest: bytes) -> bool:
+        """Whether `reading` needs no network."""
+        ...
 
-    def _move_in(self, source: Path, digest: bytes) -> bool:
-        """Makes `source` the blob of `digest` unless there is one. False: there was; `source` stays."""
-        target = self._folder(digest)
-        if not target.parent.is_dir():
-            target.parent.mkdir(exist_ok=True)
-            _sync_folder(self._blobs)
-        try:
-            source.rename(target)
-        except OSError:
-            # Renaming onto a folder that holds files fails: somebody was faster, with the same content.
-            if not target.is_dir():
-                raise
-            return False
-        _sync_folder(target.parent)
-        return True
+    def discard(self, digest: bytes) -> None:
+        """Frees the local copy of a remote blob, if there is one and nobody reads it; blocks on the disk."""
+        ...
 
 
-@dataclass(frozen=True)
-class Trashed:
-    """A withdrawn blob."""
+class Staging(Protocol):
+    """One upload's private folder. As a context manager it removes, on leaving, what was not published."""
 
-    _store: BlobStore
-    digest: bytes
-    _path: Path
+    path: Path
+    """Where the files go, before `publish`."""
+    hashes: dict[str, str]
+    """SHA-256 in hex of files whose bytes were hashed on their way here; `publish` hashes the others."""
 
-    def restore(self) -> None:
-        """Brings the blob back, unless it has been published again meanwhile, or purged by somebody else."""
-        with suppress(FileNotFoundError):
-            self._store._move_in(self._path, self.digest)
-
-    def purge(self) -> None:
-        """Frees its disk; after `restore`, only what was not needed."""
-        # By its new name nobody can restore it, half removed.
-        purged = self._path.with_name(self._path.name + _PURGED)
-        with suppress(FileNotFoundError):
-            self._path.rename(purged)
-        shutil.rmtree(purged, ignore_errors=True)
-
-
-class Staging:
-    """One upload's folder; `path` is where its files go."""
-
-    def __init__(self, store: BlobStore, path: Path) -> None:
-        self._store = store
-        self.path = path
-
-    def __enter__(self) -> Staging:
-        return self
+    def __enter__(self) -> Staging: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.discard()
+    ) -> None: ...
 
     def discard(self) -> None:
         """Removes what was not published; leaving the context does the same."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        ...
 
     def publish(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
-        """Makes the staged files the blob of `digest`, with
-        `manifest` (JSON) beside them; atomic and durable.
+        """Makes the staged files the blob of `digest`, with `manifest` (JSON) beside them; atomic, durable.
 
-        The caller has validated the files and computed `digest` from them. Where
-        the store holds the digest, nothing changes and the staged files stay as
-        they are until the context ends. Returns whether the blob is new.
+        The caller has validated the files and computed `digest` from them. The manifest gets a field `files`:
+        name → bytes and sha256. Where the store holds the digest already, nothing changes and the staged
+        files stay until the context ends; it takes as long as if there were none, so that nobody learns what
+        others have uploaded. Returns whether the blob is new.
         """
-        if self._store.contains(digest):
-            return False
-        (self.path / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-        for file in self.path.iterdir():
-            file.chmod(_FILE_MODE)
-            _sync(file, os.O_RDONLY)
-        self.path.chmod(_FOLDER_MODE)
-        _sync_folder(self.path)
-        return self._store._move_in(self.path, digest)
+        ...
 
 
-def _last_touched(folder: Path) -> float:
-    """The newest change of a staging folder or a file in it; now, when it vanishes meanwhile."""
+class Trashed(Protocol):
+    """A withdrawn blob."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+    def restore(self) -> None:
+        """Brings the blob back, unless it has been published again meanwhile, or purged by somebody else."""
+        ...
+
+    def purge(self) -> None:
+        """Frees its room; after `restore`, only what was not needed."""
+        ...
+
+
+class BlobStore(Protocol):
+    """What a gateway needs of a store. Safe for many threads and processes at once; but blobs are withdrawn,
+    restored and purged by one process at a time, which the collector's lock sees to.
+    """
+
+    scratch: Path
+    """A local folder for uploads under way; for a folder store on the same file system."""
+
+    def stage(self, files: Path | None = None) -> Staging:
+        """A new private folder for one upload; `files`, a folder under `scratch`, moves and becomes it.
+
+        Raises FileNotFoundError when `files` is gone.
+        """
+        ...
+
+    def contains(self, digest: bytes) -> bool: ...
+
+    def manifest(self, digest: bytes) -> dict[str, Any]:
+        """What was published beside the files. Raises `BlobNotFound`."""
+        ...
+
+    def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
+        """One file of a blob, in pieces. Raises `BlobNotFound`, also when the blob has no such file."""
+        ...
+
+    def copy_file(self, digest: bytes, name: str, target: Path) -> None:
+        """Puts one file of a blob at `target`, which must not be written to. Raises `BlobNotFound`."""
+        ...
+
+    def digests(self) -> Iterator[bytes]:
+        """Every blob, in no order."""
+        ...
+
+    def withdraw(self, digest: bytes) -> Trashed | None:
+        """Moves a blob into the trash at once, to be restored or purged. None: there was no such blob."""
+        ...
+
+    def trashed(self) -> Sequence[Trashed]:
+        """What is in the trash: on its way out now, or left by a crash."""
+        ...
+
+    def clean(self, older_than_s: float) -> int:
+        """Removes what crashed uploads, untouched for `older_than_s` seconds, and crashed purges have left.
+        Returns how many things.
+        """
+        ...
+
+    def put_record(self, path: str, record: Mapping[str, Any]) -> None:
+        """Writes a small JSON object, durably and at once; `path` is like ``names/acme/sql/3``."""
+        ...
+
+    def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The records whose path begins with the folder `prefix`, with their paths."""
+        ...
+
+    def delete_record(self, path: str) -> None:
+        """Removes a record; one that is not there is no error."""
+        ...
+
+
+def read_file(store: BlobStore, digest: bytes, name: str) -> bytes:
+    """A small file of a blob: a config, a tokenizer. Raises `BlobNotFound`."""
+    return b"".join(store.chunks(digest, name))
+
+
+def is_remote(location: str) -> bool:
+    """Whether `LORAPLEX_STORE` names a bucket."""
+    return location.startswith("s3://")
+
+
+def open_store(location: str, scratch: Path) -> BlobStore:
+    """The store at a path or an ``s3://bucket/prefix``; `scratch` is used by remote stores alone.
+
+    Raises ValueError for a URL that is none, OSError where a folder cannot be made.
+    """
+    if is_remote(location):
+        from adapters.s3_store import S3Store  # here, since who has a folder needs no S3 client
+
+        return S3Store.from_url(location, scratch)
+    from adapters.folder_store import FolderStore
+
+    return FolderStore(Path(location))
+
+
+def open_reader(location: str, cache: Path, cache_bytes: int) -> BlobReader:
+    """The store as an engine reads it; `cache` and its size are used for remote stores alone.
+
+    Raises what `open_store` raises, and OSError when another process has the cache.
+    """
+    if is_remote(location):
+        from adapters.s3_store import S3Store
+        from adapters.store_cache import StoreCache
+
+        return StoreCache(S3Store.from_url(location, cache), cache, cache_bytes)
+    from adapters.folder_store import FolderStore
+
+    return FolderStore(Path(location))
+
+
+def check_location(location: str) -> str:
+    """`location`, if `open_store` can use it; raises ValueError that says what to write."""
+    scheme, separator, rest = location.partition("://")
+    if separator and scheme != "s3":
+        raise ValueError(f"a store is a folder or s3://bucket/prefix, and {scheme[:20]}:// is neither")
+    if separator and not _BUCKET.fullmatch(rest.partition("/")[0]):
+        raise ValueError("an s3:// store names a bucket: s3://bucket/prefix")
+    return location
+
+
+def hex_of(digest: bytes) -> str:
+    """The digest as it stands in paths. Raises ValueError for anything else."""
+    if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+        raise ValueError(f"a digest is {DIGEST_BYTES} bytes")
+    return digest.hex()
+
+
+def check_record_path(path: str) -> str:
+    """Returns `path` if it can name a record, or a folder of them; raises ValueError."""
+    if _RECORD.fullmatch(path) is None:
+        raise ValueError(f"{path!a} is no path of a record")
+    return path
+
+
+def describe_files(folder: Path, hashes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The manifest's `files` of a folder: name → bytes and sha256, computed where `hashes` has none."""
+    return {
+        file.name: {
+            "bytes": file.stat().st_size,
+            "sha256": hashes.get(file.name) or sha256_of(file),
+        }
+        for file in sorted(folder.iterdir())
+        if file.name != MANIFEST_FILE
+    }
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file in hex; memory stays flat."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def last_touched(folder: Path) -> float:
+    """The newest change of a file, or of a folder or a file in it; now, when it vanishes meanwhile."""
     try:
-        return max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
+        entries = (folder, *folder.iterdir()) if folder.is_dir() else (folder,)
+        return max(entry.stat().st_mtime for entry in entries)
     except FileNotFoundError:
         return time.time()
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

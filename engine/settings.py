@@ -9,11 +9,13 @@ import argparse
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ByteSize, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from adapters.blob_store import check_location
 
 _GIB = 1 << 30
 _ENV_PREFIX = "LORAPLEX_ENGINE_"
@@ -65,12 +67,16 @@ class EngineSettings(BaseSettings):
         "Redis or Valkey to announce this engine in; without it, gateways cannot find it.",
         validation_alias=_SHARED_VARIABLES["redis_url"],
     )
-    store: Path = _field(
-        Path("var/store"),
+    store: Annotated[str, BeforeValidator(str), AfterValidator(check_location)] = _field(
+        "var/store",
         "serving",
-        "Folder of the adapters' files, shared with gateways.",
+        "Where adapters' files are kept, the same for gateways: a folder, or s3://bucket/prefix.",
         validation_alias=_SHARED_VARIABLES["store"],
     )
+    store_cache: Path = _field(
+        Path("var/cache"), "serving", "Local folder for copies from an s3:// store; one per engine."
+    )
+    store_cache_bytes: ByteSize = _field(ByteSize(16 * _GIB), "serving", "Size of these copies.", gt=0)
     drain_seconds: float = _field(
         30.0, "serving", "After SIGTERM, how long running requests may take to end.", ge=0
     )
@@ -100,6 +106,12 @@ class EngineSettings(BaseSettings):
     lora_memory_bytes: ByteSize | None = _field(
         None, "memory", "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU."
     )
+    lora_ends_memory_bytes: ByteSize | None = _field(
+        None,
+        "memory",
+        "Size of what adapters bring for the embedding and lm_head, on the device; default: 1 GiB on a GPU, "
+        "256 MiB on a CPU.",
+    )
     lora_host_memory_bytes: ByteSize = _field(
         ByteSize(_GIB // 2), "memory", "Size of the adapter copies in host memory, behind the pages."
     )
@@ -126,6 +138,12 @@ class EngineSettings(BaseSettings):
         if self.lora_memory_bytes is not None:
             return int(self.lora_memory_bytes)
         return 4 * _GIB if device_type == "cuda" else _GIB // 2
+
+    def lora_ends_bytes(self, device_type: str) -> int:
+        """`lora_ends_memory_bytes`, or the default for this type of device."""
+        if self.lora_ends_memory_bytes is not None:
+            return int(self.lora_ends_memory_bytes)
+        return _GIB if device_type == "cuda" else _GIB // 4
 
     def advertised(self, port: int) -> str:
         """``host:port`` for gateways, given the port that the server has got."""

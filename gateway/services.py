@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from adapters.blob_store import BlobStore
+from adapters.blob_store import BlobStore, open_store
 from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.auth import Authenticator
@@ -60,7 +60,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         )
         await authenticator.start()
         stack.push_async_callback(authenticator.close)
-        registry, store = Registry(redis), BlobStore(settings.store)
+        registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
         await stack.enter_async_context(housekeeping(registry, store))
         tokenizers = Tokenizers()
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)

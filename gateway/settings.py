@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from adapters.blob_store import check_location
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
@@ -34,9 +36,13 @@ class GatewaySettings(BaseSettings):
         default="redis://127.0.0.1:6380/0",
         description="Redis or Valkey that holds tenants, keys, adapters and engines.",
     )
-    store: Path = Field(
-        default=Path("var/store"),
-        description="Folder of the adapters' files, the same one that the engines read.",
+    store: Annotated[str, BeforeValidator(str), AfterValidator(check_location)] = Field(
+        default="var/store",
+        description="Where adapters' files are kept, the same for engines: a folder, or `s3://bucket/prefix`.",
+    )
+    store_cache: Path = Field(
+        default=Path("var/cache"),
+        description="Local folder for uploads on their way to an `s3://` store; one per gateway.",
     )
     operator_key: SecretStr | None = Field(
         default=None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +27,8 @@ def gateway(
     port: Annotated[int | None, typer.Option(help="Port to bind. Default 8000.")] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis or Valkey to use.")] = None,
     store: Annotated[
-        Path | None, typer.Option(help="Folder of the adapters' files, shared with engines.")
+        str | None,
+        typer.Option(help="Folder or s3://bucket/prefix of the adapters' files, as engines have it."),
     ] = None,
 ) -> None:
     """Run a gateway: the OpenAI API, tenants and keys in front of the engines.
@@ -39,7 +39,7 @@ def gateway(
     """
     given = {"host": host, "port": port, "redis_url": redis_url, "store": store}
     settings = _settings({key: value for key, value in given.items() if value is not None})
-    _check_store(settings.store)
+    _check_store(settings)
     asyncio.run(_serve(settings))
 
 
@@ -55,13 +55,14 @@ def _settings(given: dict[str, Any]) -> GatewaySettings:
         raise CommandFailed("; ".join(faults), Exit.USAGE) from None
 
 
-def _check_store(folder: Path) -> None:
-    from adapters.blob_store import BlobStore
+def _check_store(settings: GatewaySettings) -> None:
+    from adapters.blob_store import open_store
 
     try:
-        BlobStore(folder)
+        open_store(settings.store, settings.store_cache)
     except OSError as error:
-        message = f"The store '{folder}' cannot be used ({error.strerror}). Choose another with --store."
+        reason = error.strerror or str(error)
+        message = f"The store '{settings.store}' cannot be used ({reason}). Choose another with --store."
         raise CommandFailed(message, Exit.REFUSED) from None
 
 

@@ -1,0 +1,166 @@
+"""What is the folder's alone: its layout, its order of writing, and what a kill leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from adapters.blob_store import MANIFEST_FILE
+from adapters.folder_store import FolderStore
+
+DIGEST = hashlib.sha256(b"one").digest()
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path / "store")
+
+
+def publish(store: FolderStore, digest: bytes = DIGEST, files: dict[str, bytes] = FILES) -> bool:
+    with store.stage() as staging:
+        for name, content in files.items():
+            (staging.path / name).write_bytes(content)
+        return staging.publish(digest, {"digest": digest.hex()})
+
+
+def everything(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_publishes_the_files_and_the_manifest(store: FolderStore, tmp_path: Path) -> None:
+    assert not store.contains(DIGEST)
+    assert publish(store)
+    folder = store.path(DIGEST)
+    assert folder == tmp_path / "store" / "sha256" / DIGEST.hex()[:2] / DIGEST.hex()
+    assert {file.name for file in folder.iterdir()} == {*FILES, MANIFEST_FILE}
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert list((tmp_path / "store" / "staging").iterdir()) == []
+
+
+def test_others_may_read_a_blob_and_nobody_an_upload(store: FolderStore) -> None:
+    publish(store)
+    folder = store.path(DIGEST)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o644}
+    with store.stage() as staging:
+        assert stat.S_IMODE(staging.path.stat().st_mode) == 0o700
+
+
+def test_an_upload_that_fails_leaves_nothing(store: FolderStore, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), store.stage() as staging:
+        (staging.path / "adapter_config.json").write_bytes(b"{}")
+        raise RuntimeError
+    assert everything(tmp_path) == set()
+    assert list((tmp_path / "store" / "staging").iterdir()) == []
+
+
+def test_every_file_and_folder_reaches_the_disk_before_the_rename(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def logged_fsync(descriptor: int) -> None:
+        log.append("fsync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def logged_rename(self: Path, target: Path) -> Path:
+        log.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(Path, "rename", logged_rename)
+    with store.stage() as staging:
+        for name, content in FILES.items():
+            (staging.path / name).write_bytes(content)
+        staging.publish(DIGEST, {})
+        at = log.index("rename")
+        assert {f"fsync {name}" for name in (*FILES, MANIFEST_FILE)} <= set(log[:at])
+        assert len(staging_folders := [line for line in log[:at] if len(line) == len("fsync ") + 32]) == 1
+        assert log.index(staging_folders[0]) > log.index(f"fsync {MANIFEST_FILE}")
+        assert log[at + 1 :] == [f"fsync {DIGEST.hex()[:2]}"]
+
+
+_PUBLISHER = """
+import sys, hashlib
+from pathlib import Path
+from adapters.folder_store import FolderStore
+store = FolderStore(Path(sys.argv[1]))
+print("ready", flush=True)
+for number in range(1_000_000):
+    with store.stage() as staging:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (staging.path / name).write_bytes(str(number).encode() * 50)
+        staging.publish(hashlib.sha256(str(number).encode()).digest(), {"number": number})
+"""
+
+
+def test_kill_in_the_middle_leaves_only_whole_blobs(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    for pause in (0.0, 0.01, 0.05):
+        process = subprocess.Popen([sys.executable, "-c", _PUBLISHER, str(root)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(0.1 + pause)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    blobs = list(root.glob("sha256/*/*"))
+    assert blobs
+    store = FolderStore(root)
+    for blob in blobs:
+        number = store.manifest(bytes.fromhex(blob.name))["number"]
+        assert hashlib.sha256(str(number).encode()).hexdigest() == blob.name
+        for name in FILES:
+            assert (blob / name).read_bytes() == str(number).encode() * 50
+    store.clean(older_than_s=-1)
+    assert list((root / "staging").iterdir()) == []
+
+
+def test_cleans_old_uploads_and_leaves_those_under_way(store: FolderStore) -> None:
+    old, young = store.stage(), store.stage()
+    growing = store.stage()
+    (growing.path / "adapter_model.safetensors").write_bytes(b"still coming")
+    for folder in (old.path, growing.path):
+        os.utime(folder, (0, 0))
+    assert store.clean(older_than_s=3600) == 1
+    assert not old.path.exists() and young.path.exists() and growing.path.exists()
+
+
+def test_what_is_being_purged_cannot_be_restored(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store)
+    mine, other = store.withdraw(DIGEST), store.trashed()[0]
+    assert mine is not None
+    with monkeypatch.context() as crash:
+        crash.setattr("shutil.rmtree", lambda *_, **__: None)
+        other.purge()
+    mine.restore()
+    assert not store.contains(DIGEST) and store.trashed() == []
+    assert store.clean(older_than_s=3600) == 1
+    mine.purge()
+
+
+def test_a_blob_is_read_where_it_lies(store: FolderStore) -> None:
+    publish(store)
+    with store.reading(DIGEST) as folder:
+        assert folder == store.path(DIGEST)
+    assert store.has_local(DIGEST)
+    store.discard(DIGEST)
+    assert store.contains(DIGEST)
+
+
+def test_a_record_half_written_by_a_crash_is_no_record_and_goes(store: FolderStore, tmp_path: Path) -> None:
+    store.put_record("names/acme/sql/1", {})
+    half = tmp_path / "store" / "records" / "names" / "acme" / "sql" / ".0123"
+    half.write_text("{")
+    assert len(list(store.list_records("names"))) == 1
+    assert store.clean(older_than_s=3600) == 0
+    assert store.clean(older_than_s=-10) == 1 and not half.exists()
