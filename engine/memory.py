@@ -17,6 +17,8 @@ from kernels.plans import BLOCK_SIZE, RANK_PAGE
 _log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_PAGES_TO_ENDS = 4
+"""Few adapters change the embedding or ``lm_head``, and of those, most a few rows."""
 _CPU_KV_BYTES = 1 * _GIB
 """A CPU's default: its memory is also everybody else's, so a share of it would be a bad neighbour."""
 
@@ -37,13 +39,23 @@ class MemoryLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
 
+    @property
+    def ends_bytes(self) -> int:
+        """What adapters may hold beside their pages, for the embedding and ``lm_head``."""
+        return self.lora_memory_bytes // _PAGES_TO_ENDS
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Counts of what is allocated once, at the start."""
+    """Counts of what is allocated once, at the start, and a bound for what comes with adapters.
+
+    Attributes:
+        ends_bytes: of what adapters on the device hold beside their pages.
+    """
 
     num_blocks: int
     num_rank_pages: int
+    ends_bytes: int
 
 
 def plan_memory(
@@ -51,9 +63,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Size the KV cache and the rank pages, once the weights are on the device; logs what fits.
 
-    Rank pages take ``lora_memory_bytes``. Blocks are counted by, in this order, the override, the bytes
-    given, or what is left: on a GPU the utilization's share of all memory less what is in use and what a
-    step needs; on a CPU 1 GiB, or less if less is free.
+    Rank pages take ``lora_memory_bytes``, and a quarter as much stays free for what adapters hold beside
+    them. Blocks are counted by, in this order, the override, the bytes given, or what is left: on a GPU the
+    utilization's share of all memory less what is in use and what a step needs; on a CPU 1 GiB, or less if
+    less is free.
 
     Raises:
         NotEnoughMemory: an adapter of ``max_lora_rank`` or a request of ``max_model_len`` would not fit.
@@ -72,6 +85,7 @@ def plan_memory(
         kv_bytes = limits.kv_cache_memory_bytes
         if kv_bytes is None:
             kv_bytes = _memory_left(config, dtype, device, limits) - num_pages * page_bytes
+            kv_bytes -= limits.ends_bytes
         num_blocks = kv_bytes // block_bytes
     needed_blocks = -(-config.max_model_len // BLOCK_SIZE)
     if num_blocks < needed_blocks:
@@ -82,7 +96,7 @@ def plan_memory(
         )
     _log.info(
         "KV cache: %d blocks of %d tokens, %d tokens in all (%.2f GiB); adapters: %d rank pages (%.2f GiB), "
-        "that is %d adapters of rank %d or less",
+        "that is %d adapters of rank %d or less, and up to %.2f GiB for their embeddings and lm_heads",
         num_blocks,
         BLOCK_SIZE,
         num_blocks * BLOCK_SIZE,
@@ -91,8 +105,9 @@ def plan_memory(
         num_pages * page_bytes / _GIB,
         num_pages,
         RANK_PAGE,
+        limits.ends_bytes / _GIB,
     )
-    return MemoryPlan(num_blocks, num_pages)
+    return MemoryPlan(num_blocks, num_pages, limits.ends_bytes)
 
 
 def _flag_of_blocks(limits: MemoryLimits) -> str:
@@ -110,7 +125,8 @@ def _memory_left(config: ModelConfig, dtype: torch.dtype, device: torch.device, 
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * limits.gpu_memory_utilization) - (total - free)
         return allowed - _step_bytes(config, dtype, limits)
-    return min(_CPU_KV_BYTES + limits.lora_memory_bytes, int(available_ram() * limits.gpu_memory_utilization))
+    wanted = _CPU_KV_BYTES + limits.lora_memory_bytes + limits.ends_bytes
+    return min(wanted, int(available_ram() * limits.gpu_memory_utilization))
 
 
 def _step_bytes(config: ModelConfig, dtype: torch.dtype, limits: MemoryLimits) -> int:

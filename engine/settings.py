@@ -106,12 +106,6 @@ class EngineSettings(BaseSettings):
     lora_memory_bytes: ByteSize | None = _field(
         None, "memory", "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU."
     )
-    lora_ends_memory_bytes: ByteSize | None = _field(
-        None,
-        "memory",
-        "Size of what adapters bring for the embedding and lm_head, on the device; default: 1 GiB on a GPU, "
-        "256 MiB on a CPU.",
-    )
     lora_host_memory_bytes: ByteSize = _field(
         ByteSize(_GIB // 2), "memory", "Size of the adapter copies in host memory, behind the pages."
     )
@@ -138,12 +132,6 @@ class EngineSettings(BaseSettings):
         if self.lora_memory_bytes is not None:
             return int(self.lora_memory_bytes)
         return 4 * _GIB if device_type == "cuda" else _GIB // 2
-
-    def lora_ends_bytes(self, device_type: str) -> int:
-        """`lora_ends_memory_bytes`, or the default for this type of device."""
-        if self.lora_ends_memory_bytes is not None:
-            return int(self.lora_ends_memory_bytes)
-        return _GIB if device_type == "cuda" else _GIB // 4
 
     def advertised(self, port: int) -> str:
         """``host:port`` for gateways, given the port that the server has got."""

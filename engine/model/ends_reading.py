@@ -108,8 +108,6 @@ class EndsReader:
         if update is None:
             return None if table.replaced is None else End(table.replaced)
         a, b = tensors.get(update.a).float(), tensors.get(update.b).float()
-        if layout.embedding is not None and update.a == layout.embedding.a:
-            a, b = b.T, a.T  # Tied: the embedding's update, the other way round.
         gain, shift = None, None
         if update.magnitude is not None:
             magnitude = tensors.get(update.magnitude).flatten()
