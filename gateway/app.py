@@ -7,7 +7,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 
-from gateway.api import adapter_aliases, adapter_grants, adapters, admin, chat, completions, health, models
+from gateway.api import (
+    adapter_aliases,
+    adapter_base,
+    adapter_grants,
+    adapters,
+    admin,
+    chat,
+    completions,
+    health,
+    models,
+)
 from gateway.bodies import BodyLimit
 from gateway.errors import install_error_handling
 from gateway.services import Services, open_services
@@ -31,6 +41,16 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
     app = FastAPI(title="Loraplex", lifespan=lifespan, redoc_url=None)
     app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS)
     install_error_handling(app)
-    for module in (chat, completions, models, adapters, adapter_aliases, adapter_grants, admin, health):
+    for module in (
+        chat,
+        completions,
+        models,
+        adapters,
+        adapter_aliases,
+        adapter_grants,
+        adapter_base,
+        admin,
+        health,
+    ):
         app.include_router(module.router)
     return app

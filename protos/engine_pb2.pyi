@@ -166,7 +166,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "vocab_size", "max_model_len", "num_layers", "modules", "eos_token_ids", "dtype", "block_size", "num_blocks", "num_rank_pages", "max_lora_rank", "max_num_seqs", "engine_version")
+    __slots__ = ("name", "digest", "architecture", "vocab_size", "max_model_len", "num_layers", "modules", "eos_token_ids", "dtype", "block_size", "num_blocks", "num_rank_pages", "max_lora_rank", "max_num_seqs", "engine_version", "tied_embeddings")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class ModelInfo(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIED_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: bytes
     architecture: str
@@ -197,7 +198,8 @@ class ModelInfo(_message.Message):
     max_lora_rank: int
     max_num_seqs: int
     engine_version: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[LinearModule, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_rank_pages: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., engine_version: _Optional[str] = ...) -> None: ...
+    tied_embeddings: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[LinearModule, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_rank_pages: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., engine_version: _Optional[str] = ..., tied_embeddings: _Optional[bool] = ...) -> None: ...
 
 class LinearModule(_message.Message):
     __slots__ = ("name", "in_features", "out_features")

@@ -22,10 +22,10 @@ from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_
 from gateway.adapter_objects import name_object, own_name, own_ref, version_object
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal, require
+from gateway.base_shape import shape_of
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.services import Services
 from gateway.uploads import Upload, receive_upload
-from protos.engine_pb2 import ModelInfo
 
 router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
 
@@ -46,7 +46,7 @@ async def upload_adapter(
     info = services.engines.model_info()
     if info is None:
         raise unavailable("No engine has shown its model yet, so no adapter can be checked against it.")
-    shape = _shape_of(info)
+    shape = shape_of(info)
     async with _staging(services.store) as staging:
         upload = await _receive(request, staging.path, shape, services.settings.max_adapter_bytes)
         name, allow_zero = _checked_fields(upload.fields)
@@ -163,8 +163,3 @@ async def _shown(services: Services, tenant_id: str, ref: str) -> AdapterName:
     if found is None:
         raise AdapterNotFound(ref)
     return found
-
-
-def _shape_of(info: ModelInfo) -> BaseModelShape:
-    modules = {module.name: (module.in_features, module.out_features) for module in info.modules}
-    return BaseModelShape(num_layers=info.num_layers, modules=modules, max_lora_rank=info.max_lora_rank)

@@ -1,0 +1,26 @@
+"""`GET /v1/adapter-base`: what an adapter must fit, for checks before an upload."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from gateway.auth import Principal, require
+from gateway.base_shape import shape_object
+from gateway.errors import unavailable
+from gateway.services import Services
+
+router = APIRouter(tags=["adapters"])
+
+
+@router.get("/v1/adapter-base")
+async def show_base(
+    request: Request, caller: Annotated[Principal, Depends(require("adapters"))]
+) -> dict[str, Any]:
+    """Shows the base model's layers and sizes, and the largest rank that is served."""
+    services: Services = request.app.state.services
+    info = services.engines.model_info()
+    if info is None:
+        raise unavailable("No engine has shown its model yet.")
+    return shape_object(info)
