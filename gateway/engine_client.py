@@ -108,7 +108,9 @@ class EngineFleet:
             return None
         digest_hex = submit.adapter_digest.hex()
         candidates = [self._candidate(link, digest_hex) for link in links]
-        key = routing.affinity_key(submit.adapter_digest, submit.cache_scope, submit.prompt_tokens)
+        # What comes before an activated adapter is the base model's, for all such adapters alike.
+        adapter = b"" if submit.adapter_start else submit.adapter_digest
+        key = routing.affinity_key(adapter, submit.cache_scope, submit.prompt_tokens)
         return self._links[routing.choose(key, candidates)]
 
     def _candidate(self, link: EngineLink, digest_hex: str) -> routing.Candidate:

@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from gateway.chat_template import ChatTemplateError
 from gateway.errors import invalid_request
+from gateway.resolve import ResolvedModel
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completion import CompletionRequest
 from gateway.submission import check_prompt_tokens, too_long
+from gateway.template_host import TemplateHost
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import ModelInfo
 
 
-async def chat_prompt(body: ChatRequest, tokenizer: ModelTokenizer, info: ModelInfo) -> list[int]:
+async def chat_prompt(
+    body: ChatRequest, tokenizer: ModelTokenizer, model: ResolvedModel, templates: TemplateHost
+) -> list[int]:
     """Returns a conversation's tokens. Raises ApiError 400
     when the template refuses it, or it is far too long.
     """
-    return await asyncio.to_thread(_chat_tokens, body, tokenizer, info)
+    messages = [message.for_template() for message in body.messages]
+    options = _template_options(body)
+    try:
+        if tokenizer.trusted or tokenizer.template_source is None:
+            return await asyncio.to_thread(
+                lambda: _chat_tokens(tokenizer.chat_template.render(messages, **options), tokenizer, model)
+            )
+        text = await templates.render(tokenizer.template_source, tokenizer.named_tokens, messages, options)
+    except ChatTemplateError as error:
+        raise invalid_request(str(error), param="messages", code="invalid_chat") from error
+    return await asyncio.to_thread(_chat_tokens, text, tokenizer, model)
 
 
 async def completion_prompts(
-    body: CompletionRequest, tokenizer: ModelTokenizer, info: ModelInfo
+    body: CompletionRequest, tokenizer: ModelTokenizer, model: ResolvedModel
 ) -> Sequence[Sequence[int]]:
     """Returns the tokens of each prompt, at least one token each. Raises ApiError 400."""
     prompts = await asyncio.to_thread(
         lambda: [
-            _encode(tokenizer, prompt, info, add_special_tokens=True) if isinstance(prompt, str) else prompt
+            _encode(tokenizer, prompt, model.info, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in body.prompts
         ]
     )
@@ -35,24 +52,23 @@ async def completion_prompts(
         if not prompt:
             raise invalid_request("The prompt is empty: it must have at least one token.", param="prompt")
         if not isinstance(given, str):
-            check_prompt_tokens(prompt, info)
+            check_prompt_tokens(prompt, model)
     return prompts
 
 
-def _chat_tokens(body: ChatRequest, tokenizer: ModelTokenizer, info: ModelInfo) -> list[int]:
+def _template_options(body: ChatRequest) -> dict[str, Any]:
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message
-    try:
-        text = tokenizer.chat_template.render(
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-        )
-    except ChatTemplateError as error:
-        raise invalid_request(str(error), param="messages", code="invalid_chat") from error
-    tokens = _encode(tokenizer, text, info, add_special_tokens=False)
+    return {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": body.chat_template_kwargs,
+    }
+
+
+def _chat_tokens(text: str, tokenizer: ModelTokenizer, model: ResolvedModel) -> list[int]:
+    tokens = _encode(tokenizer, text, model.info, add_special_tokens=False)
     if not tokens:
         raise invalid_request("The messages make an empty prompt.", param="messages")
     return tokens

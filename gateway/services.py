@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from redis.asyncio import Redis
 
-from adapters.blob_store import BlobStore, open_store
+from adapters.blob_store import BlobStore, open_store, read_file
 from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.auth import Authenticator
@@ -16,9 +17,11 @@ from gateway.engine_client import EngineFleet
 from gateway.housekeeping import housekeeping
 from gateway.keys import Keys
 from gateway.metrics import Metrics
+from gateway.own_tokenizers import OwnTokenizers
 from gateway.redis_client import connect
 from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
+from gateway.template_host import TemplateHost
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
 
@@ -36,6 +39,8 @@ class Services:
     store: BlobStore
     engines: EngineFleet
     tokenizers: Tokenizers
+    own_tokenizers: OwnTokenizers
+    templates: TemplateHost
     models: ModelResolver
     metrics: Metrics
 
@@ -62,7 +67,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(authenticator.close)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
         await stack.enter_async_context(housekeeping(registry, store))
-        tokenizers = Tokenizers()
+        tokenizers, templates = Tokenizers(), TemplateHost()
+        stack.push_async_callback(templates.close)
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
         await engines.start()
         stack.push_async_callback(engines.close)
@@ -76,6 +82,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             engines=engines,
             tokenizers=tokenizers,
+            own_tokenizers=OwnTokenizers(tokenizers, partial(read_file, store)),
+            templates=templates,
             models=ModelResolver(registry, engines),
             metrics=Metrics(),
         )

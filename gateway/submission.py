@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from gateway.activation import activation_start
 from gateway.auth import Principal
 from gateway.errors import ApiError, invalid_request
 from gateway.resolve import ResolvedModel, cache_scope
 from gateway.schemas.generation import GenerationFields
-from protos.engine_pb2 import ModelInfo, Sampling, Submit
+from protos.engine_pb2 import Sampling, Submit
 
 # On the wire, a top_p of 0 means off; to a client it means the most likely token only.
 _LEAST_TOP_P = 1e-6
@@ -25,19 +26,23 @@ def build_submits(
     caller: Principal,
     max_tokens: int | None,
     logprobs: int | None,
+    end_tokens: Sequence[int] = (),
 ) -> list[Submit]:
     """Returns a Submit per prompt, complete but for the request id.
 
-    `max_tokens` None: as many as the model's length leaves. Raises ApiError 400 for a prompt that does not
-    fit, a token that does not exist, or more choices than an engine runs.
+    `max_tokens` None: as many as the model's length leaves. `end_tokens` end an answer beside the model's
+    own. Raises ApiError 400 for a prompt that does not fit, a token that does not exist, or more choices than
+    an engine runs.
     """
     count = fields.n or 1
     if 0 < model.info.max_num_seqs < count:
         message = f"'n' is {count}, but the engine runs at most {model.info.max_num_seqs} choices at once."
         raise invalid_request(message, param="n")
-    sampling = _sampling(fields, model.info, logprobs)
+    sampling = _sampling(fields, model.vocab_size, logprobs)
     stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
-    _check_tokens(stop_tokens, model.info, "stop_token_ids")
+    _check_tokens(stop_tokens, model.vocab_size, "stop_token_ids")
+    if not fields.ignore_eos:
+        stop_tokens += [token for token in end_tokens if token not in stop_tokens]
     scope = cache_scope(caller, fields.cache_salt)
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & _MASK_64
     submits = []
@@ -49,10 +54,13 @@ def build_submits(
                 param="min_tokens",
             )
         choices = range(index * count, (index + 1) * count)
+        digest, start = _adapter_for(prompt, model)
         submits.append(
             Submit(
                 prompt_tokens=prompt,
-                adapter_digest=model.adapter_digest,
+                adapter_digest=digest,
+                adapter_start=start,
+                vocab_size=model.vocab_size if digest else 0,
                 cache_scope=scope,
                 tenant=caller.tenant_id,
                 weight=caller.weight,
@@ -67,9 +75,9 @@ def build_submits(
     return submits
 
 
-def check_prompt_tokens(prompt: Sequence[int], info: ModelInfo) -> None:
+def check_prompt_tokens(prompt: Sequence[int], model: ResolvedModel) -> None:
     """Raises ApiError 400 when a client's own token ids are not in the vocabulary."""
-    _check_tokens(prompt, info, "prompt")
+    _check_tokens(prompt, model.vocab_size, "prompt")
 
 
 def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:
@@ -100,9 +108,20 @@ def _limit(prompt_tokens: int, max_model_len: int, max_tokens: int | None) -> in
     return max_tokens
 
 
-def _sampling(fields: GenerationFields, info: ModelInfo, logprobs: int | None) -> Sampling:
+def _adapter_for(prompt: Sequence[int], model: ResolvedModel) -> tuple[bytes, int]:
+    """Returns the digest of the adapter that runs this prompt, empty for none, and the first position that it
+    applies to. An activated adapter whose invocation does not occur leaves the prompt to the base model.
+    """
+    adapter = model.adapter
+    if adapter is None or not adapter.invocation_tokens:
+        return model.adapter_digest, 0
+    start = activation_start(prompt, adapter.invocation_tokens)
+    return (b"", 0) if start is None else (adapter.digest, start)
+
+
+def _sampling(fields: GenerationFields, vocab_size: int, logprobs: int | None) -> Sampling:
     bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
-    _check_tokens(list(bias), info, "logit_bias")
+    _check_tokens(list(bias), vocab_size, "logit_bias")
     top_p = 1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P)
     return Sampling(
         temperature=1.0 if fields.temperature is None else fields.temperature,
@@ -118,11 +137,11 @@ def _sampling(fields: GenerationFields, info: ModelInfo, logprobs: int | None) -
     )
 
 
-def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
+def _check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     largest = max(tokens, default=0)
-    if largest >= info.vocab_size:
+    if largest >= vocab_size:
         raise invalid_request(
-            f"The token id {largest} in '{param}' is not in the vocabulary of {info.vocab_size} tokens.",
+            f"The token id {largest} in '{param}' is not in the vocabulary of {vocab_size} tokens.",
             param=param,
         )
 

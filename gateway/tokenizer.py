@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,21 +16,41 @@ from tokenizers import Tokenizer
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
+from gateway.tokenizer_effect import TokenizerEffect, extend
 
 logger = logging.getLogger(__name__)
 
 TokenizerFiles = Mapping[str, bytes]
 
-# Names of special tokens that transformers hands to a chat template.
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens that transformers hands to a chat template."""
 
 
 class ModelTokenizer:
     """One model's tokenizer and chat template. Its methods may be called from several threads at once."""
 
-    def __init__(self, files: TokenizerFiles) -> None:
-        """`files` by name: `tokenizer.json`, and optionally
-        `tokenizer_config.json` and `chat_template.jinja`.
+    end_tokens: Sequence[int] = ()
+    """Tokens that end an answer besides those that the model's own settings name."""
+    trusted = True
+    """Whether the chat template is the operator's, and may be rendered in this process."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, named_tokens: Mapping[str, str], template: str | None, byte_level: bool
+    ) -> None:
+        """See `from_files`. `byte_level`: tokens are strings of bytes."""
+        self.named_tokens = named_tokens
+        self.template_source = template
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        )
+        self._byte_level = byte_level
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles) -> ModelTokenizer:
+        """Makes the tokenizer of `files`: `tokenizer.json`, and optionally `tokenizer_config.json` and
+        `chat_template.jinja`.
 
         Raises ValueError when there is no usable `tokenizer.json`.
         """
@@ -38,26 +58,49 @@ class ModelTokenizer:
         if raw is None:
             raise ValueError("the engine serves no tokenizer.json")
         try:
-            self._tokenizer = Tokenizer.from_buffer(raw)
+            tokenizer = Tokenizer.from_buffer(raw)
         except Exception as error:  # the binding raises bare Exception
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._special = frozenset(
-            token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
-        )
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         config: dict[str, Any] = json.loads(files.get("tokenizer_config.json", b"{}"))
-        self._variables = _named_tokens(config)
-        self._template_source = _template_source(files, config)
-        self._byte_level = _is_byte_level(json.loads(raw).get("decoder"))
-        self._lock = threading.Lock()
+        return cls(
+            tokenizer,
+            named_tokens=_named_tokens(config),
+            template=_template_source(files, config),
+            byte_level=_is_byte_level(json.loads(raw).get("decoder")),
+        )
+
+    def extended(self, effect: TokenizerEffect) -> ModelTokenizer:
+        """Returns an adapter's own tokenizer, which shares this one's vocabulary. Takes some milliseconds."""
+        own = ModelTokenizer(
+            extend(self._tokenizer, effect),
+            named_tokens=effect.named_tokens,
+            template=effect.chat_template,
+            byte_level=self._byte_level,
+        )
+        own.trusted = effect.chat_template == self.template_source
+        end = own._tokenizer.token_to_id(effect.named_tokens.get("eos_token", ""))
+        own.end_tokens = () if end is None else (end,)
+        own.longest_token = max([self.longest_token, *(_size(token) for token in effect.added_tokens)])
+        if self._byte_level:
+            own._text_bytes = self._extended_bytes(own, effect)
+        return own
+
+    def _extended_bytes(self, own: ModelTokenizer, effect: TokenizerEffect) -> list[bytes]:
+        table = list(self._text_bytes)
+        for token in effect.added_tokens:
+            number = token["id"]
+            table += [b""] * (number + 1 - len(table))
+            table[number] = b"" if number in own._special else own.token_bytes(number)
+        return table
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template. Raises ChatTemplateError when it has none, or none that compiles."""
-        if self._template_source is None:
+        if self.template_source is None:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions.")
-        return ChatTemplate(self._template_source, self._variables)
+        return ChatTemplate(self.template_source, self.named_tokens)
 
     @cached_property
     def longest_token(self) -> int:
@@ -100,7 +143,7 @@ class ModelTokenizer:
         if self._byte_level:
             _ = self._text_bytes
         _ = self.longest_token
-        if self._template_source is not None:
+        if self.template_source is not None:
             try:
                 _ = self.chat_template
             except ChatTemplateError as error:
@@ -112,11 +155,16 @@ class Tokenizers:
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, ModelTokenizer] = {}
+        self._files: dict[bytes, TokenizerFiles] = {}
         self._lock = asyncio.Lock()
 
     def get(self, digest: bytes) -> ModelTokenizer:
         """Returns a model's tokenizer; an engine's link has loaded it before the model is shown to anyone."""
         return self._by_digest[digest]
+
+    def files(self, digest: bytes) -> TokenizerFiles:
+        """Returns the files that a model's tokenizer was made of."""
+        return self._files[digest]
 
     async def load(self, digest: bytes, fetch: Callable[[], Awaitable[TokenizerFiles]]) -> None:
         """Makes the tokenizer of this model, from the files that `fetch` returns, unless it is there.
@@ -127,18 +175,23 @@ class Tokenizers:
             if digest not in self._by_digest:
                 files = await fetch()
                 self._by_digest[digest] = await asyncio.to_thread(_build, files)
+                self._files[digest] = files
 
 
 def _build(files: TokenizerFiles) -> ModelTokenizer:
-    tokenizer = ModelTokenizer(files)
+    tokenizer = ModelTokenizer.from_files(files)
     tokenizer.warm_up()
     return tokenizer
+
+
+def _size(token: Mapping[str, Any]) -> int:
+    return len(token["content"].encode())
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Reads the special tokens' texts: each is a string, or an object with its `content`."""
     found = {}
-    for name in _NAMED_TOKENS:
+    for name in NAMED_TOKENS:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")

@@ -52,6 +52,7 @@ async def generate(
     submits: Sequence[Submit],
     *,
     model: ResolvedModel,
+    tokenizer: ModelTokenizer,
     route: str,
 ) -> Response:
     """Runs the submits of a body and answers in its form. Raises as `answer`; `route` is for the metrics."""
@@ -60,7 +61,7 @@ async def generate(
         services.engines.open(submits, model_digest=model.info.digest),
         submits,
         info=model.info,
-        tokenizer=services.tokenizers.get(model.info.digest),
+        tokenizer=tokenizer,
         stops=body.stop_strings,
         metrics=services.metrics,
         route=route,

@@ -30,16 +30,22 @@ async def create_chat_completion(
     """Continues a conversation by one message, in `n` versions."""
     services: Services = request.app.state.services
     body = await read_json(request, ChatRequest)
-    model = await services.models.resolve(body.model, caller)
-    tokenizer = services.tokenizers.get(model.info.digest)
-    prompt = await chat_prompt(body, tokenizer, model.info)
+    model = await services.models.resolve(body.model, caller, user=body.user)
+    tokenizer = await services.own_tokenizers.of(model)
+    prompt = await chat_prompt(body, tokenizer, model, services.templates)
     submits = build_submits(
-        body, [prompt], model=model, caller=caller, max_tokens=body.token_limit, logprobs=body.wanted_logprobs
+        body,
+        [prompt],
+        model=model,
+        caller=caller,
+        max_tokens=body.token_limit,
+        logprobs=body.wanted_logprobs,
+        end_tokens=tokenizer.end_tokens,
     )
     form = ChatFormat(
         model, body.n or 1, tokenizer, logprobs=bool(body.logprobs), include_usage=body.include_usage
     )
-    return await generate(request, body, form, submits, model=model, route="chat")
+    return await generate(request, body, form, submits, model=model, tokenizer=tokenizer, route="chat")
 
 
 class ChatFormat:

@@ -29,17 +29,23 @@ async def create_completion(
     """Continues each prompt, in `n` versions: choice i belongs to prompt i // n."""
     services: Services = request.app.state.services
     body = await read_json(request, CompletionRequest)
-    model = await services.models.resolve(body.model, caller)
-    tokenizer = services.tokenizers.get(model.info.digest)
-    prompts = await completion_prompts(body, tokenizer, model.info)
+    model = await services.models.resolve(body.model, caller, user=body.user)
+    tokenizer = await services.own_tokenizers.of(model)
+    prompts = await completion_prompts(body, tokenizer, model)
     submits = build_submits(
-        body, prompts, model=model, caller=caller, max_tokens=_limit_of(body), logprobs=body.logprobs
+        body,
+        prompts,
+        model=model,
+        caller=caller,
+        max_tokens=_limit_of(body),
+        logprobs=body.logprobs,
+        end_tokens=tokenizer.end_tokens,
     )
     choices = len(prompts) * (body.n or 1)
     form = CompletionFormat(
         model, choices, tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
     )
-    return await generate(request, body, form, submits, model=model, route="completions")
+    return await generate(request, body, form, submits, model=model, tokenizer=tokenizer, route="completions")
 
 
 def _limit_of(body: CompletionRequest) -> int:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool, root_hash
-from engine.model.adapter_weights import HostAdapter, read_adapter
+from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel
 from engine.rank_pages import RankPages
 from engine.runner import Runner
+from engine.sampler import EmptyStep, PendingStep
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
-from engine.step import SamplingParams
+from engine.step import SamplingParams, StepPlan
 from tests.oracles import Answer
 
 LOAD_TIMEOUT_S = 30.0
+ENDS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +34,16 @@ class Ask:
     adapter: str | None
     prompt: tuple[int, ...]
     max_tokens: int
+    adapter_start: int = 0
+    """The first position that the adapter applies to."""
 
 
 class EngineDriver:
-    """Answers requests that all come at once. Adapters are read when the first request for one comes."""
+    """Answers requests that all come at once. Adapters are read when the first request for one comes.
+
+    Args:
+        overlap: plan and launch each step before the result of the one before is taken in.
+    """
 
     def __init__(
         self,
@@ -43,16 +53,30 @@ class EngineDriver:
         num_blocks: int,
         num_rank_pages: int,
         limits: SchedulerLimits,
+        overlap: bool = False,
     ) -> None:
         self._model = model
         self._runner = Runner(model, num_blocks=num_blocks, num_rank_pages=num_rank_pages)
         self._news = threading.Event()
+        self._under_way: deque[tuple[StepPlan, PendingStep | EmptyStep]] = deque()
+        self._most_under_way = 1 if overlap else 0
 
         def read(digest: bytes) -> HostAdapter:
-            return read_adapter(folders[digest.decode()], model.config, model.dtype, pin=False)
+            return read_adapter(folders[digest.decode()], model.network, pin=False)
 
-        self._tiers = AdapterTiers(read, num_pages=num_rank_pages, host_bytes=1 << 30, wake=self._news.set)
-        gate = AdapterGate(RankPages(num_rank_pages), self._tiers, self._runner.write_adapter)
+        self._tiers = AdapterTiers(
+            read,
+            num_pages=num_rank_pages,
+            host_bytes=1 << 30,
+            ends_bytes=ENDS_BYTES,
+            wake=self._news.set,
+        )
+        gate = AdapterGate(
+            RankPages(num_rank_pages, ends_bytes=ENDS_BYTES),
+            self._tiers,
+            self._runner.write_adapter,
+            self._runner.drop_adapter,
+        )
         self.scheduler = Scheduler(limits, BlockPool(num_blocks), gate)
         self.num_cached_tokens = 0
 
@@ -82,8 +106,11 @@ class EngineDriver:
     def _step(self) -> None:
         plan = self.scheduler.schedule()
         if plan.rows:
-            self.scheduler.update(plan, self._runner.execute(plan))
-        elif self.scheduler.is_loading:
+            self._under_way.append((plan, self._runner.submit(plan)))
+        if self._under_way and (not plan.rows or len(self._under_way) > self._most_under_way):
+            done, pending = self._under_way.popleft()
+            self.scheduler.update(done, pending.result())
+        elif not plan.rows and self.scheduler.is_loading:
             assert self._news.wait(LOAD_TIMEOUT_S), "an adapter's load does not end"
             self._news.clear()
 
@@ -96,8 +123,9 @@ class EngineDriver:
             prompt=ask.prompt,
             sampling=(SamplingParams(),),
             max_len=len(ask.prompt) + ask.max_tokens,
-            block_root=root_hash(self._model.digest, dtype, digest, b"scope"),
+            block_root=root_hash(self._model.digest, dtype, b"" if ask.adapter_start else digest, b"scope"),
             adapter_digest=digest,
+            adapter_start=ask.adapter_start,
             tenant=ask.adapter or "base",
             arrival=time.monotonic(),
         )

@@ -72,5 +72,5 @@ def test_a_sequence_continued_elsewhere_has_the_hashes_that_it_would_have_had(wi
     blocks = pool.allocate(len(seq.tokens) // BLOCK_SIZE)
     assert blocks is not None
     seq.block_ids, seq.num_computed = blocks, len(seq.tokens)
-    BlockTables(pool).publish(seq)
+    BlockTables(pool).publish(seq, len(seq.tokens))
     assert pool.lookup(whole.prompt_hashes) == blocks

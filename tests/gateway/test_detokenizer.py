@@ -12,7 +12,7 @@ from gateway.detokenizer import ByteDecoder, StopMatcher, TextStream, TokenDecod
 from gateway.tokenizer import ModelTokenizer
 from tests.gateway.fake_engine import TOKENIZER_FILES, VOCAB_SIZE, make_tokenizer
 
-BYTE_LEVEL = ModelTokenizer(TOKENIZER_FILES)
+BYTE_LEVEL = ModelTokenizer.from_files(TOKENIZER_FILES)
 BYTE_LEVEL_ORACLE = make_tokenizer()
 
 
