@@ -19,6 +19,7 @@ import statistics
 import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,9 @@ def preload(gate: AdapterGate, digests: Sequence[bytes]) -> None:
     """Bring adapters to the device before anything is timed."""
     missing = {digest for digest in digests if digest}
     for digest in list(missing):
-        gate.prefetch(digest, lambda fault, digest=digest: missing.discard(digest))
+        answer: Future[str] = Future()
+        answer.add_done_callback(lambda _, digest=digest: missing.discard(digest))
+        gate.prefetch(digest, answer)
     while missing:
         gate.begin_step(lambda digest: 0, idle=True)
         time.sleep(0.001)

@@ -1,20 +1,21 @@
 """The tiers below the device: adapters on disk, and the copies of them in host memory.
 
-A load reads an adapter from disk in a small thread pool. The loop asks for one with `want`, goes on
-stepping, and learns of it from `poll`; it never waits.
+A load reads an adapter in a small thread pool: from the local disk, or from the store when it is not there.
+The loop asks for one with `want`, goes on stepping, and learns of it from `poll`; it never waits.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
-from engine.rank_pages import pages_for_rank
+from engine.adapter_counters import AdapterCounters
+from engine.eviction import GreedyDual, reload_cost
+from engine.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +26,14 @@ MAX_LOADS = 2 * NUM_LOAD_THREADS
 does not stand behind all the adapters that somebody else has named at once."""
 
 
-class HostCopy(Protocol):
-    """What the tiers need to know of an adapter in host memory; the weights themselves are the runner's."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An adapter that has arrived in host memory."""
+    """An adapter that has arrived in host memory, from where, and in how long."""
 
     digest: bytes
     copy: HostCopy
+    was_local: bool
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +45,17 @@ class LoadFailed:
 
 
 class AdapterTiers:
-    """Host copies of adapters, least recently used first to go, and the loads that bring them.
+    """Host copies of adapters, and the loads that bring them.
 
-    All methods belong to the loop's thread; only the reads run elsewhere.
+    Copies beyond the budget go in the order of `GreedyDual`, where what is small and was used lately stays;
+    pinned ones go last. All methods belong to the loop's thread; only the reads run elsewhere.
 
     Args:
         read: reads and packs one adapter; called in a thread of the pool. What it raises becomes the
             reason of a `LoadFailed`.
-        num_pages: rank pages of the device; an adapter that needs more can never be used, and fails.
+        is_local: whether `read` would find it on the local disk; called there too.
+        discard: drops a cached copy from the local disk, if there is one; called there too.
+        num_pages, ends_bytes: the device's room; an adapter that needs more can never be used, and fails.
         host_bytes: most bytes of copies kept. One adapter is kept even if it alone is larger.
         wake: called from a load's thread when `poll` has something new.
     """
@@ -69,79 +66,143 @@ class AdapterTiers:
         *,
         num_pages: int,
         host_bytes: int,
+        ends_bytes: int = 0,
+        is_local: Callable[[bytes], bool] = lambda digest: True,
+        discard: Callable[[bytes], None] = lambda digest: None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
+        self.counters = AdapterCounters()
         self._read = read
+        self._is_local = is_local
+        self._discard_local = discard
         self._num_pages = num_pages
+        self._ends_bytes = ends_bytes
         self._host_bytes = host_bytes
         self._wake = wake
-        self._copies: OrderedDict[bytes, HostCopy] = OrderedDict()
-        self._loading: set[bytes] = set()
-        self._done: queue.SimpleQueue[Loaded | LoadFailed] = queue.SimpleQueue()
+        self._copies: dict[bytes, HostCopy] = {}
+        self._copied_bytes = 0
+        self._order = GreedyDual()
+        self._pinned: Collection[bytes] = ()
+        self._loading: dict[bytes, Future[None]] = {}
+        self._forgetting: set[bytes] = set()
+        self._done: queue.SimpleQueue[Loaded | LoadFailed | bytes] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(NUM_LOAD_THREADS, thread_name_prefix="adapter-load")
+
+    # ---- what is here -------------------------------------------------------------------------------
 
     @property
     def is_loading(self) -> bool:
         """Whether `poll` will have more to tell."""
-        return bool(self._loading)
+        return bool(self._loading or self._forgetting)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the copies in host memory now."""
+        return self._copied_bytes
+
+    def loading(self) -> list[bytes]:
+        """The adapters whose load is under way or queued."""
+        return list(self._loading)
 
     def is_loading_one(self, digest: bytes) -> bool:
-        """Whether a load of this adapter is under way."""
+        """Whether a load of this adapter is under way or queued."""
         return digest in self._loading
 
-    def want(self, digest: bytes) -> HostCopy | None:
-        """The host copy of an adapter, or None. Then a load is under way, or there are `MAX_LOADS` others:
-        ask again when one of them has ended.
-        """
-        copy = self._copies.get(digest)
-        if copy is not None:
-            self._copies.move_to_end(digest)
-        elif digest not in self._loading and len(self._loading) < MAX_LOADS:
-            self._loading.add(digest)
-            self._pool.submit(self._load, digest)
-        return copy
-
-    def poll(self) -> list[Loaded | LoadFailed]:
-        """The loads that have ended since the last call. Loaded ones are in host memory now.
-
-        Older copies beyond the budget are dropped; the last one loaded never is.
-        """
-        ended: list[Loaded | LoadFailed] = []
-        while not self._done.empty():
-            outcome = self._done.get_nowait()
-            self._loading.discard(outcome.digest)
-            if isinstance(outcome, Loaded):
-                self._copies[outcome.digest] = outcome.copy
-            ended.append(outcome)
-        if ended:
-            self._trim()
-        return ended
-
-    def discard(self, digest: bytes) -> None:
-        """Drops the host copy, if there is one."""
-        self._copies.pop(digest, None)
+    def has(self, digest: bytes) -> bool:
+        """Whether the adapter is in host memory. Unlike `want`, no use of it."""
+        return digest in self._copies
 
     def held(self) -> dict[bytes, HostCopy]:
         """What is in host memory now, by digest."""
         return dict(self._copies)
 
+    # ---- what changes it ----------------------------------------------------------------------------
+
+    def want(self, digest: bytes) -> HostCopy | None:
+        """The host copy of an adapter, or None. Then a load is under way, or there are `MAX_LOADS` others,
+        or the last copy is being forgotten: ask again when one of them has ended.
+        """
+        copy = self._copies.get(digest)
+        if copy is not None:
+            self._order.use(digest)
+        elif not (digest in self._loading or digest in self._forgetting) and len(self._loading) < MAX_LOADS:
+            self._loading[digest] = self._pool.submit(self._load, digest)
+        return copy
+
+    def cancel(self, digest: bytes) -> None:
+        """Drops a load that has not begun; one that has goes on, and its copy is kept."""
+        if self._loading[digest].cancel():
+            del self._loading[digest]
+            self.counters.loads_cancelled += 1
+
+    def poll(self) -> list[Loaded | LoadFailed]:
+        """The loads that have ended since the last call. Loaded ones are in host memory now.
+
+        Other copies beyond the budget are dropped; the last one loaded never is.
+        """
+        ended: list[Loaded | LoadFailed] = []
+        while not self._done.empty():
+            outcome = self._done.get_nowait()
+            if isinstance(outcome, bytes):
+                self._forgetting.discard(outcome)
+                continue
+            self._loading.pop(outcome.digest, None)
+            if isinstance(outcome, LoadFailed):
+                self.counters.loads_failed += 1
+            else:
+                self.counters.note_loaded(
+                    outcome.digest, was_local=outcome.was_local, seconds=outcome.seconds
+                )
+                self._copies[outcome.digest] = outcome.copy
+                self._copied_bytes += outcome.copy.nbytes
+                self._order.use(outcome.digest)
+                self._trim(keep=outcome.digest)
+            ended.append(outcome)
+        return ended
+
+    def pin(self, digests: Collection[bytes]) -> None:
+        """Says which adapters go last from now on."""
+        self._pinned = digests
+
+    def discard(self, digest: bytes) -> None:
+        """Drops the host copy, if there is one."""
+        copy = self._copies.pop(digest, None)
+        if copy is not None:
+            self._copied_bytes -= copy.nbytes
+            self._order.forget(digest)
+
+    def forget(self, digest: bytes) -> None:
+        """Drops the host copy, and the one on the local disk. Not while a load of it is under way."""
+        assert digest not in self._loading, "forgotten while it is read"
+        self.discard(digest)
+        if digest not in self._forgetting:
+            self._forgetting.add(digest)
+            self._pool.submit(self._forget, digest)
+
     def close(self) -> None:
         """Lets running reads finish unheard and starts no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def check(self) -> None:
+        """Asserts that bytes and bounds are right."""
+        assert self._copied_bytes == sum(copy.nbytes for copy in self._copies.values())
+        assert self._copied_bytes <= self._host_bytes or len(self._copies) == 1
+        assert not self._loading.keys() & self._copies.keys(), "a load of what is here"
+        assert len(self._loading) <= MAX_LOADS
+
+    # ---- in the pool's threads ----------------------------------------------------------------------
+
     def _load(self, digest: bytes) -> None:
         outcome: Loaded | LoadFailed
+        begin = time.monotonic()
         try:
+            was_local = self._is_local(digest)
             copy = self._read(digest)
-            need = pages_for_rank(copy.rank)
-            if need > self._num_pages:
-                outcome = LoadFailed(
-                    digest,
-                    f"the adapter has rank {copy.rank} and needs {need} rank pages, but this engine has "
-                    f"{self._num_pages}; start it with a larger --lora-memory-bytes",
-                )
+            fault = self._fault(copy)
+            if fault:
+                outcome = LoadFailed(digest, fault)
             else:
-                outcome = Loaded(digest, copy)
+                outcome = Loaded(digest, copy, was_local, time.monotonic() - begin)
         except OSError as error:
             # Its text has a path, which is no client's business: the log has it.
             logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
@@ -153,8 +214,41 @@ class AdapterTiers:
         self._done.put(outcome)
         self._wake()
 
-    def _trim(self) -> None:
-        total = sum(copy.nbytes for copy in self._copies.values())
-        while total > self._host_bytes and len(self._copies) > 1:
-            _, copy = self._copies.popitem(last=False)
-            total -= copy.nbytes
+    def _fault(self, copy: HostCopy) -> str:
+        """Why this engine can never use an adapter; "" if it can."""
+        if copy.num_pages > self._num_pages:
+            return (
+                f"the adapter has rank {copy.rank} and needs {copy.num_pages} rank pages, but this engine "
+                f"has {self._num_pages}; start it with a larger --lora-memory-bytes"
+            )
+        if copy.ends_bytes > self._ends_bytes:
+            return (
+                f"the adapter needs {copy.ends_bytes} bytes for its embedding and lm_head, but this engine "
+                f"has {self._ends_bytes}; start it with a larger --lora-ends-memory-bytes"
+            )
+        return ""
+
+    def _forget(self, digest: bytes) -> None:
+        try:
+            self._discard_local(digest)
+        except OSError as error:
+            logger.warning("adapter %s stays on the local disk: %s", digest.hex()[:12], error)
+        self._done.put(digest)
+        self._wake()
+
+    # ---- the bound of host memory -------------------------------------------------------------------
+
+    def _trim(self, *, keep: bytes) -> None:
+        """Drops copies until they are within the budget."""
+        if self._copied_bytes <= self._host_bytes:
+            return
+        ranked = self._order.ranked(self._copies.keys() - {keep}, self._read_cost)
+        for digest in sorted(ranked, key=lambda digest: digest in self._pinned):
+            if self._copied_bytes <= self._host_bytes:
+                return
+            self._order.evicted(digest, self._read_cost)
+            self._copied_bytes -= self._copies.pop(digest).nbytes
+            self.counters.evictions_host += 1
+
+    def _read_cost(self, digest: bytes) -> float:
+        return reload_cost(self._copies[digest].num_pages, in_host=False)

@@ -109,6 +109,7 @@ class Sequence:
         num_unseen: tokens drawn by steps that are under way, and thus not in ``tokens`` yet.
         num_published: blocks of the table that the prefix map knows, or could.
         num_given: tokens that came with the request.
+        num_at_start: how many there were when it was admitted last.
         num_charged: of these, how many the tenant has paid for, or got from the cache.
         siblings: attached sequences that start from this one's prompt.
         order: place among the waiting of a tenant; lower is sooner.
@@ -119,6 +120,7 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "choice",
+        "num_at_start",
         "num_charged",
         "num_computed",
         "num_given",
@@ -146,6 +148,7 @@ class Sequence:
         self.block_hashes = list(request.prompt_hashes)
         self.num_computed = 0
         self.num_unseen = 0
+        self.num_at_start = 0
         self.num_published = 0
         self.num_charged = 0
         self.adapter: StepAdapter | None = None

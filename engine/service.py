@@ -167,7 +167,7 @@ class EngineService(pb_grpc.EngineServicer):
                 return _to_state(adapter)
         on_disk = await asyncio.to_thread(self._on_disk, digest)
         residency = Residency.DISK if on_disk else Residency.NONE
-        return _to_state(AdapterStatus(digest, residency, 0, 0, 0))
+        return _to_state(AdapterStatus(digest, residency))
 
     async def _check_digest(self, digest: bytes, context: ServicerContext) -> None:
         if len(digest) != DIGEST_BYTES:

@@ -4,24 +4,33 @@ A sequence whose adapter is not on the device steps aside: the load is started, 
 When the adapter is in host memory but all pages are referenced, it must not be passed over for ever, since
 others' sequences could keep those pages referenced without end. So the first such adapter, in the order of
 admission, makes a *claim*: it names as victims the residents that nobody uses, and of the others those
-whose running sequences will end soonest, just enough of them. Until it has its pages, no further sequence
-of a victim is admitted and no other adapter is placed; everyone else goes on.
+that can leave soonest, just enough of them. Until it has its pages, no further sequence of a victim is
+admitted and no other adapter is placed; everyone else goes on. The scheduler lets the victims' sequences
+yield once they have had their turn (`engine.scheduler.turns`).
 
-The bound: a claimed adapter has its pages once the victims' running sequences have ended, so after at most
-as many steps as the longest of them still needs, and then keeps them until its first sequence runs. One
-claim stands at a time; the order of admission, which is fair, decides whose is next.
+The bound: a claimed adapter has its pages once the victims' running sequences have had a turn or have
+ended, and then keeps them until its first sequence runs. One claim stands at a time; the order of
+admission, which is fair, decides whose is next.
+
+What is brought ahead of need makes no claim: it takes room that nobody uses. That holds for a `prefetch`,
+for what is `expect`ed, and for pinned adapters, which stay once they are here.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.adapter_tiers import AdapterTiers, HostCopy, LoadFailed
-from engine.rank_pages import RankPages, pages_for_rank
+from engine.adapter_counters import AdapterCounters, AdapterHistory
+from engine.adapter_tiers import MAX_LOADS, AdapterTiers, LoadFailed
+from engine.host_copy import HostCopy
+from engine.rank_pages import RankPages
+from engine.scheduler.ahead import Ahead
 from engine.step import StepAdapter
 
 logger = logging.getLogger(__name__)
@@ -29,8 +38,11 @@ logger = logging.getLogger(__name__)
 PLACEMENTS_PER_STEP = 1
 """Most adapters copied to the device before a step that others wait for: a copy is as long as a step."""
 
-WriteAdapter = Callable[[Sequence[int], Any], None]
-"""``Runner.write_adapter``: fills pages that nobody references, from a copy that the tiers have read."""
+WriteAdapter = Callable[[Sequence[int], Any], Callable[[], bool] | None]
+"""``Runner.write_adapter``: fills pages that nobody references, from a copy that the tiers have read. What it
+returns says whether the copy has landed; None: it has."""
+DropAdapter = Callable[[Sequence[int]], None]
+"""``Runner.drop_adapter``: gives back what an adapter in these pages has outside them."""
 
 
 class Residency(enum.IntEnum):
@@ -44,13 +56,26 @@ class Residency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """Where an adapter is, and who uses it."""
+    """Where an adapter is, who uses it, and what it has been through."""
 
     digest: bytes
     residency: Residency
-    rank: int
-    num_pages: int
-    references: int
+    rank: int = 0
+    num_pages: int = 0
+    references: int = 0
+    is_pinned: bool = False
+    history: AdapterHistory = field(default_factory=AdapterHistory)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """How full the tiers are, and what has happened in them since the start."""
+
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_pinned_pages: int = 0
+    host_bytes: int = 0
+    counters: AdapterCounters = field(default_factory=AdapterCounters)
 
 
 @dataclass(slots=True)
@@ -69,22 +94,43 @@ class AdapterGate:
         pages: owned by the gate from here on; nobody else places, acquires or evicts.
         tiers: where adapters come from.
         write: called with pages that nobody references; what it raises fails the adapter.
+        drop: called when an adapter with weights outside its pages has left them.
     """
 
-    def __init__(self, pages: RankPages, tiers: AdapterTiers, write: WriteAdapter) -> None:
+    def __init__(
+        self,
+        pages: RankPages,
+        tiers: AdapterTiers,
+        write: WriteAdapter,
+        drop: DropAdapter = lambda pages: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pages = pages
         self._tiers = tiers
         self._write = write
+        self._drop = drop
+        self._counters = tiers.counters
         self._claim: _Claim | None = None
         self._placements_left = 0
+        self._idle = True
+        self._landing: dict[bytes, Callable[[], bool]] = {}
         self._failures: list[LoadFailed] = []
-        self._prefetches: dict[bytes, list[Callable[[str], None]]] = {}
+        self._ahead = Ahead(clock)
         self._unloading: set[bytes] = set()
+
+    # ---- what sequences need ------------------------------------------------------------------------
 
     @property
     def is_loading(self) -> bool:
         """Whether a load is under way; its end may let a sequence start."""
         return self._tiers.is_loading
+
+    @property
+    def claim(self) -> tuple[bytes, frozenset[bytes]] | None:
+        """An adapter that waits for pages, and whose it is to get; None when none does."""
+        claim = self._claim
+        return None if claim is None or claim.placed else (claim.digest, claim.victims)
 
     def begin_step(self, num_waiting: Callable[[bytes], int], *, idle: bool) -> None:
         """Takes in the loads that have ended, and gives the claimant its pages if they are there.
@@ -93,14 +139,16 @@ class AdapterGate:
             num_waiting: how many sequences wait for an adapter now.
             idle: no sequence runs, so copies to the device delay nobody.
         """
+        self._idle = idle
         self._placements_left = self._pages.num_pages if idle else PLACEMENTS_PER_STEP
         for outcome in self._tiers.poll():
             if isinstance(outcome, LoadFailed):
                 self._fail(outcome)
+        if self._landing:
+            self._landing = {digest: landed for digest, landed in self._landing.items() if not landed()}
         self._advance_claim(num_waiting)
-        for digest in list(self._prefetches):
-            if self._bring(digest):
-                self._answer(digest, "")
+        self._drop_loads_nobody_wants(num_waiting)
+        self._bring_ahead(num_waiting)
         for digest in [digest for digest in self._unloading if not num_waiting(digest)]:
             self._forget_if_unused(digest)
 
@@ -114,13 +162,16 @@ class AdapterGate:
         if not digest:
             return
         self._unloading.discard(digest)
-        if self._pages.resident(digest) is None:
+        self._ahead.has_come(digest)
+        on_device = self._pages.resident(digest) is not None
+        self._counters.note_request(digest, on_device=on_device, in_host=self._tiers.has(digest))
+        if not on_device:
             self._tiers.want(digest)
 
-    def is_open(self, digest: bytes, remaining_steps: Callable[[], Mapping[bytes, int]]) -> bool:
+    def is_open(self, digest: bytes, leaving: Callable[[], Mapping[bytes, int]]) -> bool:
         """Whether a sequence of this adapter may start now. If not, sees to it that one will.
 
-        ``remaining_steps`` gives, by adapter, how long its running sequences may take yet.
+        ``leaving`` gives, by adapter, after how many steps its running sequences can have left it.
         """
         if not digest:
             return True
@@ -128,10 +179,11 @@ class AdapterGate:
         if claim is not None and digest in claim.victims:
             return False
         if self._bring(digest):
-            return True
+            # A step waits for the copies before it; that may delay whoever asked, and nobody else.
+            return self._idle or digest not in self._landing
         copy = self._tiers.want(digest)
         if copy is not None and claim is None and self._placements_left:
-            self._claim = self._make_claim(digest, copy, remaining_steps())
+            self._claim = self._make_claim(digest, copy, leaving())
         return False
 
     def acquire(self, digest: bytes) -> StepAdapter | None:
@@ -148,34 +200,86 @@ class AdapterGate:
         if digest:
             self._pages.release(digest)
 
-    def prefetch(self, digest: bytes, done: Callable[[str], None]) -> None:
-        """Brings an adapter to the device when there is room, then calls ``done`` with "" or the fault."""
-        self.want(digest)
-        self._prefetches.setdefault(digest, []).append(done)
+    def note_yield(self) -> None:
+        """The scheduler has let the sequences of an adapter yield."""
+        self._counters.yields += 1
+
+    # ---- what comes ahead of need, and goes ---------------------------------------------------------
+
+    def expect(self, digest: bytes) -> None:
+        """Says that a request for this adapter is on its way, so that it is in host memory by then."""
+        if self._pages.resident(digest) is None and not self._tiers.has(digest):
+            self._ahead.expect(digest)
+
+    def prefetch(self, digest: bytes, answer: Future[str]) -> None:
+        """Brings an adapter to the device when there is room; the answer is "" then, or the fault.
+
+        Cancelling the answer ends it, and drops the load if it has not begun.
+        """
+        self._unloading.discard(digest)
+        self._ahead.prefetch(digest, answer)
+
+    def pin(self, digests: frozenset[bytes]) -> None:
+        """Says which adapters are to be brought when there is room, and to stay: these, and no others."""
+        self._ahead.pin(digests)
+        self._tiers.pin(digests)
+        for digest in self._pages.pinned() - digests:
+            self._pages.unpin(digest)
 
     def unload(self, digest: bytes) -> None:
-        """Forgets an adapter once no sequence runs or waits with it. A new sequence keeps it after all."""
+        """Forgets an adapter, on the local disk too, once no sequence runs or waits with it.
+
+        A new sequence keeps it after all. If it is pinned, it was: until `pin` says so again.
+        """
+        self._ahead.forget(digest)
+        self._pages.unpin(digest)
         self._unloading.add(digest)
+
+    # ---- what others ask ----------------------------------------------------------------------------
 
     def statuses(self) -> list[AdapterStatus]:
         """Every adapter in host or device memory."""
         on_device = self._pages.residents()
-        in_host = self._tiers.held()
+        pinned = self._pages.pinned()
         found = [
-            AdapterStatus(digest, Residency.DEVICE, a.rank, len(a.pages), self._pages.references(digest))
-            for digest, a in on_device.items()
+            self._status(
+                digest,
+                Residency.DEVICE,
+                rank=adapter.rank,
+                num_pages=len(adapter.pages),
+                references=self._pages.references(digest),
+                is_pinned=digest in pinned,
+            )
+            for digest, adapter in on_device.items()
         ]
         found += [
-            AdapterStatus(digest, Residency.HOST, copy.rank, 0, 0)
-            for digest, copy in in_host.items()
+            self._status(digest, Residency.HOST, rank=copy.rank)
+            for digest, copy in self._tiers.held().items()
             if digest not in on_device
         ]
         return found
 
+    def memory(self) -> AdapterMemory:
+        """How full the tiers are, and what has happened in them."""
+        return AdapterMemory(
+            self._pages.num_pages,
+            self._pages.num_free,
+            self._pages.num_pinned,
+            self._tiers.host_bytes,
+            self._counters.snapshot(),
+        )
+
     def check(self, users: list[bytes]) -> None:
-        """Asserts the invariants of the pages. ``users``: the adapter of each sequence that acquired one."""
+        """Asserts the invariants of pages and tiers. ``users``: the adapter of each sequence that has one."""
         reserved = [self._claim.digest] if self._claim is not None and self._claim.placed else []
         self._pages.check(users + reserved)
+        self._tiers.check()
+
+    def _status(self, digest: bytes, residency: Residency, **more: Any) -> AdapterStatus:
+        history = self._counters.histories.get(digest, AdapterHistory())
+        return AdapterStatus(digest, residency, history=replace(history), **more)
+
+    # ---- placing ------------------------------------------------------------------------------------
 
     def _bring(self, digest: bytes) -> bool:
         """Puts an adapter on the device if it is not there and nothing stands in the way."""
@@ -187,32 +291,83 @@ class AdapterGate:
             return False
         if claim is not None and claim.digest != digest and not claim.placed:
             return False
-        adapter = self._pages.place(digest, copy.rank)
-        if adapter is None:
+        victims = self._pages.victims(copy)
+        if victims is None:
             return False
+        for victim in victims:
+            self._counters.note_evicted(victim)
+            self._evict(victim, for_room=True)
+        return self._place(digest, copy)
+
+    def _place(self, digest: bytes, copy: HostCopy) -> bool:
+        adapter = self._pages.place(digest, copy)
         self._placements_left -= 1
+        begin = time.monotonic()
         try:
-            self._write(adapter.pages, copy)
+            landed = self._write(adapter.pages, copy)
         except Exception as error:
             logger.exception("adapter %s could not be copied to the device", digest.hex()[:12])
-            self._pages.evict(digest)
+            self._evict(digest)
             self._tiers.discard(digest)
             self._fail(LoadFailed(digest, f"the adapter could not be copied to the device: {error}"))
             return False
+        self._counters.copies += 1
+        self._counters.copy_seconds += time.monotonic() - begin
+        if landed is not None:
+            self._landing[digest] = landed
+        if digest in self._ahead.pinned:
+            self._pages.pin(digest)
         return True
 
-    def _make_claim(self, digest: bytes, copy: HostCopy, remaining: Mapping[bytes, int]) -> _Claim:
-        """Chooses victims: what nobody uses, then of the adapters in use those that end soonest, until
-        their pages suffice."""
-        missing = pages_for_rank(copy.rank) - self._pages.num_available
-        victims = {other for other in self._pages.residents() if not self._pages.references(other)}
-        for victim in sorted(remaining, key=lambda other: remaining[other]):
-            if missing <= 0:
+    def _evict(self, digest: bytes, *, for_room: bool = False) -> None:
+        self._landing.pop(digest, None)
+        adapter = self._pages.evict(digest, for_room=for_room)
+        if adapter.has_ends:
+            self._drop(adapter.pages)
+
+    def _bring_ahead(self, num_waiting: Callable[[bytes], int]) -> None:
+        """Answers prefetches, and goes on with them and what is pinned or expected; see `_may_load`."""
+        for digest in self._ahead.prefetched():
+            if self._may_load(digest, num_waiting) and self._bring(digest):
+                self._ahead.answer(digest, "")
+        for digest in self._ahead.to_pin(self._pages.pinned()):
+            resident = self._pages.resident(digest)
+            if resident is not None:
+                self._pages.pin(digest)
+            elif self._may_load(digest, num_waiting):
+                copy = self._tiers.want(digest)
+                if copy is not None and self._pages.can_pin(copy.num_pages):
+                    self._bring(digest)
+        for digest in self._ahead.expected():
+            if self._may_load(digest, num_waiting):
+                self._tiers.want(digest)
+
+    def _may_load(self, digest: bytes, num_waiting: Callable[[bytes], int]) -> bool:
+        """Whether an adapter that nobody waits for may be read: half of the loads are kept for others."""
+        if self._tiers.has(digest) or self._tiers.is_loading_one(digest):
+            return True
+        return sum(not num_waiting(other) for other in self._tiers.loading()) < MAX_LOADS // 2
+
+    def _drop_loads_nobody_wants(self, num_waiting: Callable[[bytes], int]) -> None:
+        for digest in self._tiers.loading():
+            if not num_waiting(digest) and not self._ahead.wants(digest):
+                self._tiers.cancel(digest)
+
+    # ---- claims -------------------------------------------------------------------------------------
+
+    def _make_claim(self, digest: bytes, copy: HostCopy, leaving: Mapping[bytes, int]) -> _Claim:
+        """Chooses victims: what nobody uses, then of the adapters in use those that can leave soonest,
+        until their room suffices."""
+        pages, ends = self._pages.lacking(copy)
+        victims = self._pages.evictable(copy)
+        for victim in sorted(leaving, key=lambda other: leaving[other]):
+            if pages <= 0 and ends <= 0:
                 break
-            resident = self._pages.resident(victim)
-            assert resident is not None, "a sequence runs with an adapter that is not on the device"
-            victims.add(victim)
-            missing -= len(resident.pages)
+            room = self._pages.room_of(victim)
+            if self._pages.may_go(victim, copy) and (pages > 0 or room.ends_bytes):
+                victims.add(victim)
+                pages -= room.pages
+                ends -= room.ends_bytes
         return _Claim(digest, copy, frozenset(victims))
 
     def _advance_claim(self, num_waiting: Callable[[bytes], int]) -> None:
@@ -235,16 +390,12 @@ class AdapterGate:
         if self._claim is not None and self._claim.digest == failure.digest:
             self._end_claim()
         self._failures.append(failure)
-        self._answer(failure.digest, failure.reason)
-
-    def _answer(self, digest: bytes, fault: str) -> None:
-        for done in self._prefetches.pop(digest, []):
-            done(fault)
+        self._ahead.answer(failure.digest, failure.reason)
 
     def _forget_if_unused(self, digest: bytes) -> None:
         if self._pages.references(digest) or self._tiers.is_loading_one(digest):
             return
         self._unloading.discard(digest)
-        self._tiers.discard(digest)
         if self._pages.resident(digest) is not None:
-            self._pages.evict(digest)
+            self._evict(digest)
+        self._tiers.forget(digest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.outputs import LinkOutput, Outputs
@@ -18,6 +19,7 @@ from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.roster import Roster
 from engine.scheduler.rows import make_row
+from engine.scheduler.turns import steps_to_leave
 from engine.scheduler.waiting import WaitingQueue
 from engine.sequence import FinishReason, Request, Sequence, Status
 from engine.step import RowResult, StepPlan, StepResult, StepRow
@@ -163,12 +165,13 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step. It is empty when nobody is here, or all that are wait for an adapter."""
         self._end_all(self._roster.take_overdue(self._clock()), FinishReason.DEADLINE)
+        has_yielded = self._yield_pages()
         self._gate.begin_step(self._waiting.count, idle=not self._running)
         self._end_failed_adapters()
         step = _Step(self._limits.max_num_batched_tokens)
         all_fit = self._plan_decodes(step)
         self._plan_prefills(step)
-        if all_fit:
+        if all_fit and not has_yielded:
             self._admit(step)
             self._end_failed_adapters()
         return StepPlan(tuple(step.rows), tuple(step.copies))
@@ -252,7 +255,8 @@ class Scheduler:
             if step.budget <= 0:
                 return
             # Asked even when no seat is free, so that an adapter is fetched while its sequence waits for one.
-            if not self._gate.is_open(seq.request.adapter_digest, self._remaining_steps):
+            leaving = partial(self._steps_to_leave, seq.request.tenant)
+            if not self._gate.is_open(seq.request.adapter_digest, leaving):
                 continue
             if 1 + len(seq.siblings) > seats:
                 return
@@ -277,14 +281,30 @@ class Scheduler:
                 self._counters.charge_input(seq.request.tenant, paid - seq.num_charged)
                 seq.num_charged = paid
 
-    def _remaining_steps(self) -> dict[bytes, int]:
-        """By adapter, the most steps that its running sequences may take yet, given a row in each."""
-        steps: dict[bytes, int] = {}
-        for seq in self._running:
-            digest = seq.request.adapter_digest
-            if digest:
-                steps[digest] = max(steps.get(digest, 0), seq.request.max_len - seq.num_computed)
-        return steps
+    def _steps_to_leave(self, claimant: str) -> dict[bytes, int]:
+        """By adapter, after how many steps its sequences can make room for one of a tenant; see `turns`."""
+        served = self._counters.account(claimant).served
+        return steps_to_leave(
+            self._running, lambda seq: self._counters.account(seq.request.tenant).served >= served
+        )
+
+    def _yield_pages(self) -> bool:
+        """Lets sequences whose turn is over make room for the adapter that claims their pages."""
+        claim = self._gate.claim
+        if claim is None:
+            return False
+        digest, victims = claim
+        claimant = self._waiting.least_served(digest)
+        if claimant is None:
+            return False
+        leaving = self._steps_to_leave(claimant)
+        ready = sorted(victim for victim in victims if leaving.get(victim, 1) <= 0)
+        for victim in ready:
+            self._gate.note_yield()
+            for seq in [seq for seq in self._running if seq.request.adapter_digest == victim]:
+                self._stop_running(seq)
+                self._wait_again(seq, "yields", order=(1, seq.request.priority, self._roster.take_ticket()))
+        return bool(ready)
 
     def _num_seats(self) -> int:
         """Running sequences, and those that will run without another admission."""
@@ -297,6 +317,7 @@ class Scheduler:
         self._waiting.remove(seq)
         seq.adapter = self._gate.acquire(seq.request.adapter_digest)
         seq.num_charged = max(seq.num_charged, min(seq.num_computed, seq.num_given))
+        seq.num_at_start = len(seq.tokens) + seq.num_unseen
         seq.set_status(Status.RUNNING)
         self._running.append(seq)
         if self._roster.mark_started(seq.request):
@@ -330,6 +351,7 @@ class Scheduler:
             self._tables.fork(leader, sibling)
             sibling.adapter = self._gate.acquire(leader.request.adapter_digest)
             sibling.num_charged = sibling.num_given
+            sibling.num_at_start = len(sibling.tokens)
             sibling.set_status(Status.RUNNING, "forked")
             self._running.append(sibling)
 
@@ -339,8 +361,9 @@ class Scheduler:
         self._stop_running(seq)
         self._wait_again(seq, "preempted")
 
-    def _wait_again(self, seq: Sequence, why: str) -> None:
-        seq.order = (0, seq.request.priority, seq.seq_id)
+    def _wait_again(self, seq: Sequence, why: str, *, order: tuple[int, int, int] | None = None) -> None:
+        """Queues a sequence once more: at the front of its tenant's, unless the order says where."""
+        seq.order = order or (0, seq.request.priority, seq.seq_id)
         seq.set_status(Status.WAITING, why)
         self._waiting.push(seq)
 

@@ -43,6 +43,13 @@ class WaitingQueue:
         """How many wait for this adapter."""
         return self._by_adapter[adapter_digest]
 
+    def least_served(self, adapter_digest: bytes) -> str | None:
+        """The tenant whose turn is next of those with a sequence that waits for this adapter."""
+        accounts = [
+            account for account in self._counters.waiting() if adapter_digest in self._lanes[account.tenant]
+        ]
+        return min(accounts, key=lambda account: account.served).tenant if accounts else None
+
     def push(self, seq: Sequence) -> None:
         """Adds a sequence, and lifts its tenant's counter if nothing of it was waiting."""
         request = seq.request

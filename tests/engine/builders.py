@@ -12,10 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from engine.adapter_tiers import AdapterTiers, HostCopy
+from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool, root_hash
-from engine.rank_pages import RankPages
+from engine.host_copy import HostCopy
+from engine.rank_pages import RankPages, pages_for_rank
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
@@ -38,6 +40,14 @@ class FakeAdapter:
     rank: int = 8
     nbytes: int = 100
     poison: bool = False
+    has_vectors: bool = False
+    ends_bytes: int = 0
+    vocab_size: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        """As many as its ranks need, and two more rows of one if it has vectors."""
+        return pages_for_rank(self.rank + 2 * self.has_vectors)
 
 
 def make_request(
@@ -90,16 +100,25 @@ class FakeStore:
     def __init__(self) -> None:
         self.adapters: dict[bytes, FakeAdapter] = {}
         self.reads: list[bytes] = []
+        self.local: set[bytes] = set()
+        """What the local disk has of it."""
 
-    def add(self, name: str, rank: int = 8, *, nbytes: int = 100, poison: bool = False) -> bytes:
+    def add(self, name: str, rank: int = 8, *, nbytes: int = 100, **more: Any) -> bytes:
         digest = digest_of(name)
-        self.adapters[digest] = FakeAdapter(digest, rank, nbytes, poison)
+        self.adapters[digest] = FakeAdapter(digest, rank, nbytes, **more)
         return digest
+
+    def is_local(self, digest: bytes) -> bool:
+        return digest in self.local
+
+    def discard(self, digest: bytes) -> None:
+        self.local.discard(digest)
 
     def read(self, digest: bytes) -> FakeAdapter:
         self.reads.append(digest)
         if digest not in self.adapters:
             raise LookupError("the store has no such adapter")
+        self.local.add(digest)
         return self.adapters[digest]
 
 
@@ -139,11 +158,26 @@ class FakeRunner:
     slots: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """By slot: what the context was before its token, and what it is with it."""
     pages: dict[int, FakeAdapter] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    """By the first page of an adapter that has some: bytes outside the pages."""
 
     def write_adapter(self, pages: Sequence[int], adapter: HostCopy) -> None:
         assert isinstance(adapter, FakeAdapter)
         assert all(0 <= page < self.num_pages for page in pages)
-        self.queue.append(lambda: self.pages.update(dict.fromkeys(pages, adapter)))
+        assert len(pages) == adapter.num_pages
+        self.queue.append(lambda: self._write(pages, adapter))
+
+    def _write(self, pages: Sequence[int], adapter: FakeAdapter) -> None:
+        self.pages.update(dict.fromkeys(pages, adapter))
+        if adapter.ends_bytes:
+            assert pages[0] not in self.ends, "what another adapter had there was not dropped"
+            self.ends[pages[0]] = adapter.ends_bytes
+
+    def drop_adapter(self, pages: Sequence[int]) -> None:
+        self.queue.append(lambda: self._drop(pages))
+
+    def _drop(self, pages: Sequence[int]) -> None:
+        del self.ends[pages[0]]
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
@@ -184,7 +218,9 @@ class FakeRunner:
         adapter = self._adapter(row)
         start = row.adapter_start if adapter else None
         state = b""
-        assert len(row.block_ids) * BLOCK_SIZE >= row.start + len(row.tokens), "the table is too short"
+        spare = len(row.block_ids) * BLOCK_SIZE - row.start - len(row.tokens)
+        assert spare >= 0, "the table is too short"
+        assert spare < BLOCK_SIZE or row.sampling is None, "the table has a block for nothing"
         for position in range(row.start):
             if adapter and position == start:
                 state = activate(state, adapter.digest)
@@ -214,7 +250,8 @@ class FakeRunner:
         found = {self.pages[page] for page in row.adapter.pages}
         assert len(found) == 1, "the pages of one adapter hold another's weights"
         adapter = found.pop()
-        assert adapter.rank == row.adapter.rank
+        assert adapter.rank == row.adapter.rank and adapter.has_vectors == row.adapter.has_vectors
+        assert (row.adapter.pages[0] in self.ends) == (adapter.ends_bytes > 0) == row.adapter.has_ends
         return adapter
 
     def _slot(self, row: StepRow, position: int) -> int:
@@ -339,6 +376,7 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     max_num_waiting: int = 1000,
     host_bytes: int = 1 << 20,
+    ends_bytes: int = 0,
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
     wake: Callable[[], None] = lambda: None,
@@ -348,9 +386,17 @@ def make_engine(
     store = FakeStore()
     runner = FakeRunner(num_blocks, num_pages, max_num_seqs, max_num_batched_tokens)
     pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
-    pages = RankPages(num_pages)
-    tiers = AdapterTiers(store.read, num_pages=num_pages, host_bytes=host_bytes, wake=wake)
-    gate = AdapterGate(pages, tiers, runner.write_adapter)
+    tiers = AdapterTiers(
+        store.read,
+        is_local=store.is_local,
+        discard=store.discard,
+        num_pages=num_pages,
+        ends_bytes=ends_bytes,
+        host_bytes=host_bytes,
+        wake=wake,
+    )
+    pages = RankPages(num_pages, ends_bytes=ends_bytes, in_host=tiers.has)
+    gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter, clock=clock)
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_num_waiting)
     scheduler = Scheduler(limits, pool, gate, clock=clock)
     return Engine(scheduler, runner, store, tiers, pages, pool, gate, depth)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from builders import FakeAdapter, FakeStore, digest_of
 
-from engine.adapter_tiers import MAX_LOADS, AdapterTiers, Loaded, LoadFailed
+from engine import adapter_counters
+from engine.adapter_tiers import MAX_LOADS, NUM_LOAD_THREADS, AdapterTiers, Loaded, LoadFailed
 
 
 @pytest.fixture
@@ -22,7 +23,15 @@ def make_tiers(store: FakeStore) -> Iterator[Callable[..., AdapterTiers]]:
     made: list[AdapterTiers] = []
 
     def make(host_bytes: int = 1000, num_pages: int = 4, read: Callable | None = None) -> AdapterTiers:
-        made.append(AdapterTiers(read or store.read, num_pages=num_pages, host_bytes=host_bytes))
+        made.append(
+            AdapterTiers(
+                read or store.read,
+                is_local=store.is_local,
+                discard=store.discard,
+                num_pages=num_pages,
+                host_bytes=host_bytes,
+            )
+        )
         return made[-1]
 
     yield make
@@ -54,7 +63,8 @@ def test_a_load_is_made_once_however_often_it_is_wanted(
     assert [tiers.want(digest) for _ in range(5)] == [None] * 5
     assert tiers.is_loading and tiers.poll() == []
     release.set()
-    assert poll_until(tiers, 1) == [Loaded(digest, store.adapters[digest])]
+    (loaded,) = poll_until(tiers, 1)
+    assert isinstance(loaded, Loaded) and loaded.copy == store.adapters[digest]
     assert tiers.want(digest) is store.adapters[digest]
     assert store.reads == [digest] and not tiers.is_loading
 
@@ -126,3 +136,99 @@ def test_only_so_many_loads_are_under_way(store: FakeStore, make_tiers: Callable
     assert digests[-1] not in tiers.held() and not tiers.is_loading
     assert tiers.want(digests[-1]) is None
     poll_until(tiers, 1)
+
+
+def wait_until_read(tiers: AdapterTiers) -> None:
+    """Waits for loads and what is being forgotten to end."""
+    deadline = time.monotonic() + 5
+    while tiers.is_loading and time.monotonic() < deadline:
+        tiers.poll()
+        tiers.check()
+        time.sleep(0.001)
+    assert not tiers.is_loading
+
+
+def test_a_load_that_has_not_begun_can_be_dropped(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers]
+) -> None:
+    release = threading.Event()
+    begun = threading.Semaphore(0)
+
+    def slow_read(digest: bytes) -> FakeAdapter:
+        begun.release()
+        release.wait(5)
+        return store.read(digest)
+
+    tiers = make_tiers(read=slow_read)
+    digests = [store.add(f"a{number}") for number in range(MAX_LOADS)]
+    for digest in digests:
+        tiers.want(digest)
+    for _ in range(NUM_LOAD_THREADS):
+        begun.acquire()
+    for digest in digests:
+        tiers.cancel(digest)
+    assert tiers.loading() == digests[:NUM_LOAD_THREADS], "what is being read goes on"
+    assert tiers.counters.loads_cancelled == MAX_LOADS - NUM_LOAD_THREADS
+    assert tiers.want(digests[-1]) is None and tiers.is_loading_one(digests[-1]), "it can be wanted again"
+    release.set()
+    wait_until_read(tiers)
+    assert set(tiers.held()) == {*digests[:NUM_LOAD_THREADS], digests[-1]}
+    assert sorted(store.reads) == sorted(tiers.held())
+
+
+def test_to_forget_takes_the_copy_on_the_local_disk_too(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers]
+) -> None:
+    tiers = make_tiers()
+    digest = store.add("a")
+    tiers.want(digest)
+    wait_until_read(tiers)
+    assert store.local == {digest} and tiers.host_bytes == 100
+    tiers.forget(digest)
+    assert not tiers.has(digest) and tiers.host_bytes == 0
+    if tiers.is_loading:
+        assert tiers.want(digest) is None and tiers.loading() in ([], [digest])
+    wait_until_read(tiers)
+    assert store.local <= {digest}
+    tiers.want(digest)
+    wait_until_read(tiers)
+    assert tiers.counters.history(digest).loads == len(store.reads), "each load made one copy"
+
+
+def test_loads_are_counted_by_where_they_came_from(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers]
+) -> None:
+    tiers = make_tiers()
+    digest = store.add("a")
+    for _ in range(3):
+        tiers.want(digest)
+        wait_until_read(tiers)
+        tiers.discard(digest)
+    tiers.want(digest_of("missing"))
+    wait_until_read(tiers)
+    counters = tiers.counters
+    assert (counters.loads_store, counters.loads_disk, counters.loads_failed) == (1, 2, 1)
+    assert counters.history(digest).loads == 3 and counters.load_seconds_disk > 0
+
+
+def test_pinned_copies_go_last(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:
+    tiers = make_tiers(host_bytes=300)
+    digests = [store.add(f"a{number}", nbytes=100) for number in range(6)]
+    tiers.pin(frozenset(digests[:2]))
+    for digest in digests:
+        tiers.want(digest)
+        wait_until_read(tiers)
+    assert set(tiers.held()) == {*digests[:2], digests[-1]}
+    assert tiers.counters.evictions_host == 3
+
+
+def test_host_memory_follows_what_is_there_and_not_what_has_been(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_counters, "MAX_HISTORIES", 30)
+    tiers = make_tiers(host_bytes=1000)
+    for number in range(100):
+        tiers.want(store.add(f"a{number}", nbytes=100))
+        wait_until_read(tiers)
+    assert len(tiers.held()) == 10 and len(tiers._order._used) == 10
+    assert len(tiers.counters.histories) == 30

@@ -21,17 +21,27 @@ class ManualThreads:
     """Stands for the pool of load threads: a load runs when the test says so."""
 
     def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
+        self._submitted: list[tuple[Future[None], Callable[[], None]]] = []
+
+    @property
+    def waiting(self) -> list[Callable[[], None]]:
+        """What has been submitted and not cancelled."""
+        self._submitted = [item for item in self._submitted if not item[0].cancelled()]
+        return [function for _, function in self._submitted]
 
     def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
-        self.waiting.append(lambda: function(*args))
-        return Future()
+        future: Future[None] = Future()
+        self._submitted.append((future, lambda: function(*args)))
+        return future
 
     def run(self, index: int = 0) -> None:
-        self.waiting.pop(index)()
+        function = self.waiting[index]
+        future, _ = self._submitted.pop(index)
+        future.set_running_or_notify_cancel()
+        function()
 
     def shutdown(self, wait: bool, cancel_futures: bool) -> None:
-        self.waiting.clear()
+        self._submitted.clear()
 
 
 WISHES = st.fixed_dictionaries(
@@ -166,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif what == "unload":
             gate.unload(digest_of(adapter))
         else:
-            gate.prefetch(digest_of(adapter), lambda fault: None)
+            gate.prefetch(digest_of(adapter), Future())
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
