@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from gateway.api import (
     adapter_aliases,
     adapter_base,
+    adapter_contents,
     adapter_grants,
     adapters,
     admin,
@@ -47,6 +48,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         models,
         adapters,
         adapter_aliases,
+        adapter_contents,
         adapter_grants,
         adapter_base,
         admin,

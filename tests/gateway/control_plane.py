@@ -19,8 +19,10 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from adapters.blob_store import BlobStore
+from adapters import lifecycle
+from adapters.folder_store import FolderStore
 from adapters.registry import Registry
+from gateway.api import adapter_aliases, adapter_contents, adapter_grants
 from gateway.api import adapters as adapters_api
 from gateway.api import admin as admin_api
 from gateway.auth import Authenticator
@@ -90,6 +92,10 @@ class ControlPlane:
             "/v1/adapters", headers=headers, data={"name": name, **fields}, files=parts
         )
 
+    async def collect(self) -> None:
+        """Removes the blobs that nobody refers to, as the gateway does after their grace."""
+        await lifecycle.collect(self.services.registry, self.services.store, grace_s=0)
+
     def blobs(self) -> list[str]:
         """The digests in the store."""
         return sorted(path.name for path in (self.store / "sha256").glob("*/*"))
@@ -112,11 +118,12 @@ async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> Async
         app = FastAPI()
         install_error_handling(app)
         app.include_router(admin_api.router)
-        app.include_router(adapters_api.router)
+        for module in (adapters_api, adapter_aliases, adapter_contents, adapter_grants):
+            app.include_router(module.router)
         app.state.services = services
         try:
             async with _serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
-                yield ControlPlane(url, client, services, engines, config.store)
+                yield ControlPlane(url, client, services, engines, Path(config.store))
         finally:
             await services.authenticator.close()
 
@@ -139,7 +146,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines) -> Servic
         tenants=tenants,
         keys=keys,
         registry=Registry(redis),
-        store=BlobStore(config.store),
+        store=FolderStore(Path(config.store)),
         engines=engines,
     )
     return cast(Services, used)

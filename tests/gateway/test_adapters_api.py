@@ -41,12 +41,15 @@ async def test_an_adapter_is_uploaded_shown_and_deleted(valkey_url: str, tmp_pat
         assert second["id"] == "sql@2"
         assert second["digest"] != adapter["digest"]
         listed = (await plane.client.get("/v1/adapters", headers=acme)).json()
-        assert listed == {"object": "list", "data": [second]}
+        meaning = {**second, "live": 2, "canary": None, "pinned": False}
+        assert listed == {"object": "list", "data": [meaning], "bytes": adapter["bytes"] + second["bytes"]}
         shown = (await plane.client.get("/v1/adapters/sql", headers=acme)).json()
-        assert shown == {**second, "versions": [adapter, second], "residency": {"engine-1": "device"}}
+        versions = {"versions": [adapter, second], "grants": [], "residency": {"engine-1": "device"}}
+        assert shown == {**meaning, **versions}
         assert plane.blobs() == sorted([adapter["digest"], second["digest"]])
         gone = await plane.client.delete("/v1/adapters/sql", headers=acme)
         assert gone.json() == {"id": "sql", "object": "adapter.deleted", "deleted": True}
+        await plane.collect()
         assert plane.blobs() == plane.leftovers() == []
         assert {digest.hex() for digest in plane.engines.unloaded} == {adapter["digest"], second["digest"]}
         assert (await plane.client.delete("/v1/adapters/sql", headers=acme)).status_code == 404
@@ -62,6 +65,7 @@ async def test_two_tenants_have_each_their_own_sql(valkey_url: str, tmp_path: Pa
             shown = (await plane.client.get("/v1/adapters/sql", headers=headers)).json()
             assert [version["digest"] for version in shown["versions"]] == [own["digest"]]
         await plane.client.delete("/v1/adapters/sql", headers=other)
+        await plane.collect()
         assert (await plane.client.get("/v1/adapters/sql", headers=acme)).json()["digest"] == of_acme[
             "digest"
         ]
@@ -74,8 +78,10 @@ async def test_a_blob_stays_while_anyone_refers_to_it(valkey_url: str, tmp_path:
         digest = (await plane.upload(acme, adapter_files(seed=1), name="a")).json()["digest"]
         assert (await plane.upload(other, adapter_files(seed=1), name="b")).json()["digest"] == digest
         await plane.client.delete("/v1/adapters/a", headers=acme)
+        await plane.collect()
         assert (plane.blobs(), plane.engines.unloaded) == ([digest], [])
         await plane.client.delete("/v1/adapters/b", headers=other)
+        await plane.collect()
         assert (plane.blobs(), plane.engines.unloaded) == ([], [bytes.fromhex(digest)])
 
 

@@ -23,8 +23,11 @@ async def test_tenants_are_created_shown_changed_and_listed(valkey_url: str, tmp
             "name": "Acme",
             "weight": 2.0,
             "prefix_sharing": "private",
+            "max_pinned_adapters": 2,
             "suspended": False,
         }
+        changed = await plane.admin("PATCH", "/tenants/acme", {"max_pinned_adapters": 5})
+        assert changed.json() == {**created.json(), "max_pinned_adapters": 5}
         changed = await plane.admin("PATCH", "/tenants/acme", {"prefix_sharing": "shared", "suspended": True})
         assert (changed.json()["prefix_sharing"], changed.json()["suspended"]) == ("shared", True)
         assert (await plane.admin("GET", "/tenants/acme")).json() == changed.json()
@@ -41,6 +44,7 @@ async def test_tenants_are_created_shown_changed_and_listed(valkey_url: str, tmp
         ({"name": "Acme", "weight": 0}, "weight"),
         ({"name": "Acme", "weight": "NaN"}, "weight"),
         ({"name": "Acme", "prefix_sharing": "public"}, "prefix_sharing"),
+        ({"name": "Acme", "max_pinned_adapters": -1}, "max_pinned_adapters"),
         ({"name": "Acme", "limits": 3}, "limits"),
     ],
 )
@@ -131,6 +135,7 @@ async def test_deleting_a_tenant_takes_its_keys_and_adapters_and_says_so(
         assert deleted["adapters"] == ["json", "sql"]
         assert len(deleted["keys"]) == 1
         assert (await plane.client.get("/v1/adapters", headers=acme)).status_code == 401
+        await plane.collect()
         assert plane.blobs() == [kept["digest"]]
         # Whoever is given the same id later begins with nothing.
         again = await plane.tenant("acme")

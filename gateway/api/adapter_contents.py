@@ -1,0 +1,159 @@
+"""What versions hold: the difference between two, and their files to take away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import StreamingResponse
+
+from adapters.adapter_files import is_adapter_file
+from adapters.base_model import BaseModelShape
+from adapters.blob_store import BlobNotFound, BlobStore
+from adapters.comparison import changed_fields, compare, describe
+from adapters.identity import MAX_VERSION
+from adapters.layout import AdapterLayout
+from adapters.model_ref import ModelRef
+from adapters.reader import read_layout
+from adapters.registry import AdapterConflict, AdapterNotFound, AdapterVersion
+from gateway.adapter_objects import own_name, own_ref, version_object
+from gateway.auth import Principal, require
+from gateway.base_shape import shape_of
+from gateway.errors import ApiError, unavailable
+from gateway.publication import model_for_uploads, store_faults
+from gateway.services import Services
+
+router = APIRouter(prefix="/v1/adapters/{name}", tags=["adapters"])
+
+Caller = Annotated[Principal, Depends(require("adapters"))]
+
+logger = logging.getLogger(__name__)
+
+_SAME_FOR_ALL = ("id", "version", "created", "object", "name")
+
+
+@router.get("/diff")
+async def diff(
+    name: str,
+    request: Request,
+    caller: Caller,
+    before: Annotated[int, Query(alias="from", ge=1, le=MAX_VERSION)],
+    after: Annotated[int | None, Query(alias="to", ge=1, le=MAX_VERSION)] = None,
+) -> dict[str, Any]:
+    """Says what differs between two versions; `to` is the live one unless it is given.
+
+    `changed` has the fields that differ. `modules` has, over all layers, the norm of each module's update in
+    both versions and of what lies between them.
+    """
+    services: Services = request.app.state.services
+    own = own_name(name)
+    first = await _version(services, caller, own, before)
+    second = await _version(services, caller, own, after)
+    objects = [version_object(version) for version in (first, second)]
+    fields: list[dict[str, Any]] = [
+        {key: value for key, value in shown.items() if key not in _SAME_FOR_ALL} for shown in objects
+    ]
+    modules: list[dict[str, Any]] = []
+    if first.digest != second.digest:
+        shape = shape_of(model_for_uploads(services))
+        async with _present(first, second):
+            described, modules = await anyio.to_thread.run_sync(
+                _compare_blobs, services.store, first.digest, second.digest, shape
+            )
+        fields = [shown | more for shown, more in zip(fields, described, strict=True)]
+    return {
+        "object": "adapter.diff",
+        "from": objects[0],
+        "to": objects[1],
+        "changed": changed_fields(*fields),
+        "modules": modules,
+    }
+
+
+@router.get("/files")
+async def list_files(name: str, request: Request, caller: Caller) -> dict[str, Any]:
+    """Lists the files of a version, `sql@3`, or of the live one, `sql`, as they were uploaded."""
+    services: Services = request.app.state.services
+    version = await _version(services, caller, *own_ref(name))
+    files = await _files_of(services, version)
+    data = [{"name": file, **about} for file, about in sorted(files.items())]
+    return {"object": "list", "adapter": version_object(version), "data": data}
+
+
+@router.get("/files/{file}")
+async def download_file(name: str, file: str, request: Request, caller: Caller) -> StreamingResponse:
+    """Sends one file of a version."""
+    services: Services = request.app.state.services
+    version = await _version(services, caller, *own_ref(name))
+    files = await _files_of(services, version)
+    if file not in files:
+        message = f"{version.ref} has no file {file[:80]!a}. It has {', '.join(sorted(files))}."
+        raise ApiError(404, message, type="invalid_request_error", code="file_not_found", param="file")
+    headers = {"Content-Length": str(files[file]["bytes"]), "ETag": f'"{files[file]["sha256"]}"'}
+    chunks = services.store.chunks(version.digest, file)
+    return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
+
+
+async def _version(services: Services, caller: Principal, name: str, number: int | None) -> AdapterVersion:
+    """One version of the caller's own. Raises as the registry does."""
+    ref = ModelRef(name, number, live_only=number is None)
+    found = await services.registry.resolve(caller.tenant_id, ref)
+    if found is None:
+        raise AdapterNotFound(name if number is None else f"{name}@{number}")
+    if found.live is None:
+        message = f"'{name}' has no live version yet. Name one, as in '{name}@1', or promote one first."
+        raise AdapterConflict(message, "no_live_version")
+    return found.live
+
+
+async def _files_of(services: Services, version: AdapterVersion) -> dict[str, dict[str, Any]]:
+    """The files of a version by name. Raises ApiError 503 when the store fails, or has lost them."""
+    async with _present(version):
+        return await anyio.to_thread.run_sync(_files, services.store, version.digest)
+
+
+@asynccontextmanager
+async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
+    async with store_faults():
+        try:
+            yield
+        except BlobNotFound as error:
+            refs = " or ".join(version.ref for version in versions)
+            logger.error("the store has lost %s: %s", refs, error)
+            message = f"The files of {refs} cannot be read. Tell your operator."
+            raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
+
+
+def _files(store: BlobStore, digest: bytes) -> dict[str, dict[str, Any]]:
+    """The files that were uploaded, by name, with their size and hash."""
+    return {name: about for name, about in store.manifest(digest)["files"].items() if is_adapter_file(name)}
+
+
+def _compare_blobs(
+    store: BlobStore, before: bytes, after: bytes, shape: BaseModelShape
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the layouts say of themselves, and the changes by module."""
+    with store.stage() as staging:
+        folders = [staging.path / side for side in ("from", "to")]
+        layouts = [
+            _fetched(store, digest, folder, shape)
+            for digest, folder in zip((before, after), folders, strict=True)
+        ]
+        changes = compare(layouts[0], folders[0], layouts[1], folders[1])
+        modules = [
+            {"module": item.module, "from": item.before, "to": item.after, "difference": item.difference}
+            for item in changes
+        ]
+        return [describe(layout) for layout in layouts], modules
+
+
+def _fetched(store: BlobStore, digest: bytes, folder: Path, shape: BaseModelShape) -> AdapterLayout:
+    folder.mkdir()
+    for name in _files(store, digest):
+        store.copy_file(digest, name, folder / name)
+    return read_layout(folder, shape)
