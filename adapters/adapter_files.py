@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from adapters.errors import InvalidAdapter
+from adapters.errors import InvalidAdapter, shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -32,6 +32,7 @@ SMALL_FILES: Mapping[str, int] = {CONFIG_FILE: _MIB, INDEX_FILE: 16 * _MIB, **TO
 MAX_SMALL_BYTES = sum(SMALL_FILES.values())
 MAX_FILES = len(SMALL_FILES) + MAX_SHARDS
 
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _SHARD = re.compile(r"adapter_model-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -46,6 +47,20 @@ def is_weights(name: str) -> bool:
 def is_adapter_file(name: str) -> bool:
     """Whether a file of this name is part of an adapter; anything else is left out of uploads, or refused."""
     return name in SMALL_FILES or is_weights(name)
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a file is what older training programs save weights as."""
+    return name.endswith(_PICKLE_SUFFIXES)
+
+
+def pickle_refused(name: str) -> InvalidAdapter:
+    """The error for such a file."""
+    return InvalidAdapter(
+        f"{shown(name)} is a pickle, which can run code when it is read; save the adapter with "
+        f"save_pretrained(..., safe_serialization=True) and upload {WEIGHTS_FILE}.",
+        name,
+    )
 
 
 def size_limit(name: str, max_weights_bytes: int) -> int:

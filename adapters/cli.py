@@ -22,10 +22,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from adapters.check import check
 from adapters.client import AdaptersClient, ClientError, Exit
 from adapters.errors import InvalidAdapter
 from adapters.identity import InvalidName, check_name
-from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from adapters.precheck import precheck
 
 _HELP = """Upload, list, show and delete LoRA adapters on a Loraplex gateway.
@@ -60,6 +61,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer 
 Name = Annotated[str, typer.Argument(help="The adapter's name.", show_default=False)]
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+app.command()(check)
 
 
 @app.command()

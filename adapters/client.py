@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
-from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 
 _CONNECT_S = 10.0
 _ANSWER_S = 600.0
@@ -84,6 +84,10 @@ class AdaptersClient:
                 )
             ]
             return self._call("POST", "/v1/adapters", data=form, files=parts)
+
+    def base(self) -> dict[str, Any]:
+        """Returns the shape of the base model, which an adapter must fit."""
+        return self._call("GET", "/v1/adapter-base")
 
     def list(self) -> dict[str, Any]:
         """The live version of each name."""

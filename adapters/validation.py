@@ -8,12 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.adapter_files import EFFECT_FILE, check_complete, is_adapter_file, size_limit
+from adapters.adapter_files import (
+    EFFECT_FILE,
+    check_complete,
+    is_adapter_file,
+    is_pickle,
+    pickle_refused,
+    size_limit,
+)
 from adapters.base_model import MAX_ADDED_TOKENS, BaseModelShape
 from adapters.errors import InvalidAdapter, shown
 from adapters.identity import DigestPart, digest_of
 from adapters.layout import AdapterLayout, LowRank
-from adapters.peft_format import is_pickle, pickle_refused
 from adapters.reader import lay_out, read_config
 from adapters.safetensors_header import MAX_HEADER_BYTES
 from adapters.weight_files import read_tensors
@@ -58,7 +64,7 @@ def validate(
     config = read_config(folder)
     layout = lay_out(config, read_tensors(folder), shape)
     scans = scan_weights(folder, [part.tensor for part in layout.parts])
-    if not allow_zero and not has_effect(layout, scans, shape):
+    if not allow_zero and not has_effect(layout, scans, shape.vocab_size):
         raise InvalidAdapter(
             "The adapter's update is zero in every module, so it would answer as the base model does; train "
             "it, or upload it with allow_zero=true."
@@ -87,7 +93,7 @@ def digest_of_layout(layout: AdapterLayout, scans: Mapping[str, TensorScan], tok
     return digest_of(parts, {**layout.settings, **({"tokenizer": tokenizer} if tokenizer else {})})
 
 
-def has_effect(layout: AdapterLayout, scans: Mapping[str, TensorScan], shape: BaseModelShape) -> bool:
+def has_effect(layout: AdapterLayout, scans: Mapping[str, TensorScan], base_vocab_size: int) -> bool:
     """Whether an adapter is known to change anything.
 
     A product of A and B that is not zero does, and a bias, with a scale; so do trained tokens, weights of
@@ -105,7 +111,7 @@ def has_effect(layout: AdapterLayout, scans: Mapping[str, TensorScan], shape: Ba
         if update.scale != 0 and (product or bias):
             return True
     trained = layout.embedding_tokens or layout.lm_head_tokens or layout.trains_whole_ends
-    return bool(trained) or layout.vocab_size > shape.vocab_size
+    return bool(trained) or layout.vocab_size > base_vocab_size
 
 
 def largest_weights_file(shape: BaseModelShape) -> int:
@@ -113,10 +119,12 @@ def largest_weights_file(shape: BaseModelShape) -> int:
     features = sum(sum(sizes) for sizes in shape.modules.values())
     outputs = sum(out_features for _, out_features in shape.modules.values())
     layers = shape.num_layers * (features * shape.max_lora_rank + outputs)
-    vocab_size = shape.vocab_size + MAX_ADDED_TOKENS if shape.vocab_size else 0
-    rows_of_an_end = 4  # the trained copy, its repetition, the original, and trained tokens
-    ends = 2 * vocab_size * (shape.hidden_size * rows_of_an_end + shape.max_lora_rank + 1)
-    ends += 2 * shape.hidden_size * (shape.max_lora_rank + 1)
+    ends = 0
+    if shape.vocab_size:
+        vocab_size = shape.vocab_size + MAX_ADDED_TOKENS
+        whole_weights = 4  # the trained copy, its repetition, the original, and trained tokens
+        per_token = shape.hidden_size * whole_weights + shape.max_lora_rank + 1
+        ends = 2 * (vocab_size * per_token + shape.hidden_size * (shape.max_lora_rank + 1))
     return 8 + MAX_HEADER_BYTES + 4 * (layers + ends)
 
 

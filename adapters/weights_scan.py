@@ -50,16 +50,19 @@ class TensorScan:
     """Whether any number in it is not zero."""
 
 
-def scan_weights(folder: Path, tensors: Sequence[StoredTensor]) -> Mapping[str, TensorScan]:
+def scan_weights(
+    folder: Path, tensors: Sequence[StoredTensor], *, follow_links: bool = False
+) -> Mapping[str, TensorScan]:
     """Reads all `tensors` of the adapter in `folder`; the scans by the tensors' names.
 
+    A server never follows links in an upload; whoever checks files of their own may.
     Raises `InvalidAdapter` that names the tensor: for NaN or Inf, and a file that is shorter than its header
-    says or is reached through a link.
+    says or is a link.
     """
     with ExitStack() as stack:
         files: dict[str, int] = {}
         for file in sorted({tensor.file for tensor in tensors}):
-            files[file] = _open(folder / file)
+            files[file] = _open(folder / file, follow_links)
             stack.callback(os.close, files[file])
         batches = list(_batches(tensors))
         threads = min(_MAX_THREADS, os.cpu_count() or 1, len(batches))
@@ -74,9 +77,9 @@ def scan_weights(folder: Path, tensors: Sequence[StoredTensor]) -> Mapping[str, 
                 raise
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, follow_links: bool) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
     except OSError as error:
         raise InvalidAdapter(
             f"{path.name} cannot be read as a file ({error.strerror}); upload the file itself.", path.name

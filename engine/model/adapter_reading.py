@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from adapters.base_model import BaseModelShape
 from adapters.layout import AdapterLayout, LowRank
 from adapters.peft_config import MAX_RANK
-from adapters.peft_format import BaseModelShape
 from adapters.reader import read_layout
 from engine.model.adapter_tensors import AdapterTensors, open_adapter
 from engine.model.adapter_weights import GroupWeights, HostAdapter, pages_of_rank

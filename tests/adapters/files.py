@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, BaseModelShape
+from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from adapters.base_model import BaseModelShape
 
 SHAPE = BaseModelShape(
     num_layers=2,
@@ -24,6 +25,7 @@ SHAPE = BaseModelShape(
         "down_proj": (48, 32),
     },
     max_lora_rank=64,
+    vocab_size=64,
 )
 PARENTS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
 RANK = 4

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import pytest
 
+from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from adapters.cli import main
 from adapters.client import AdaptersClient
-from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters.fake_gateway import KEY, FakeGateway, plain, refusal, serve
 from tests.adapters.files import config, write_adapter
 
@@ -204,7 +204,7 @@ def test_a_bad_folder_sends_nothing(gateway: FakeGateway, tmp_path: Path, run: R
     result_of(CONFIG_FILE, CONFIG_FILE)
     result_of(WEIGHTS_FILE, WEIGHTS_FILE)
     result_of("pickle", "safe_serialization")
-    result_of("dora", "use_dora", config_json=config(use_dora=True))
+    result_of("qalora", "use_qalora", config_json=config(use_qalora=True))
     result_of("no json", "not JSON", config_json=b"{")
     result_of("truncated", "truncated", weights=b"\0\0\0\1\0\0\0\0")
     result_of("dtype", "F64", weights={"x": ("F64", [1], b"\0" * 8)})
