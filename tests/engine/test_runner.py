@@ -94,8 +94,9 @@ def test_interleaved_adapters_answer_as_peft_does(
         assert len(distinct) == len(placed), "an adapter that changes nothing would hide a mistake"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_scheduled_answers_are_pefts_under_preemption_and_eviction(
-    zoo: tuple[LoadedModel, PeftOracle, dict[str, Path]],
+    zoo: tuple[LoadedModel, PeftOracle, dict[str, Path]], overlap: bool
 ) -> None:
     """Through the scheduler: cached prefixes, chunks, too few blocks for all and too few pages for all."""
     model, oracle, folders = zoo
@@ -105,6 +106,7 @@ def test_scheduled_answers_are_pefts_under_preemption_and_eviction(
         num_blocks=24,
         num_rank_pages=5,
         limits=SchedulerLimits(max_num_seqs=10, max_num_batched_tokens=40),
+        overlap=overlap,
     )
     prompts = [prompt(length, seed) for seed, length in enumerate((5, 40, 100))]
     prompts += [prompts[2][:70], prompts[1][:33]]
