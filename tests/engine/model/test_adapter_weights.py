@@ -44,6 +44,17 @@ def delta(adapter: HostAdapter, config: ModelConfig, layer: int, group: str, m: 
     [
         (4, ("q_proj", "v_proj"), {}, lambda name: 2.0),
         (16, ("k_proj", "down_proj"), {"use_rslora": True, "lora_alpha": 8}, lambda name: 8 / math.sqrt(16)),
+        (
+            16,
+            ("q_proj", "k_proj", "gate_proj"),
+            {
+                "use_rslora": True,
+                "lora_alpha": 16,
+                "rank_pattern": {"k_proj": 4},
+                "alpha_pattern": {"layers.0.mlp.gate_proj": 6},
+            },
+            lambda name: 8.0 if "k_proj" in name else 1.5 if "layers.0.mlp" in name else 4.0,
+        ),
         (40, ("o_proj", "gate_proj", "up_proj"), {"layers_to_transform": [1]}, lambda name: 2.0),
         (
             8,
