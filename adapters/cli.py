@@ -1,35 +1,37 @@
-"""The `adapters` command: upload, list, show and delete adapters on a gateway."""
+"""The `adapters` command: everything that a tenant does with adapters on a gateway, or checks before."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 
 from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from adapters.check import check
-from adapters.client import AdaptersClient, ClientError, Exit
+from adapters.client import ClientError, Exit
+from adapters.commands import aliases, contents, grants
+from adapters.commands.shared import (
+    DEFAULT_URL,
+    ApiKey,
+    AsJson,
+    Name,
+    Url,
+    connect,
+    meaning,
+    print_json,
+    print_versions,
+    progress_bar,
+)
 from adapters.errors import InvalidAdapter
 from adapters.identity import InvalidName, check_name
+from adapters.model_ref import parse_own_ref
 from adapters.precheck import precheck
 
-_HELP = """Upload, list, show and delete LoRA adapters on a Loraplex gateway.
+_HELP = """Check, upload, version, share and delete LoRA adapters on a Loraplex gateway.
 
 The server and key come from --url and --api-key of each command, or from LORAPLEX_URL and LORAPLEX_API_KEY.
 
@@ -46,24 +48,21 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of the gateway.")]
-ApiKey = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        envvar="LORAPLEX_API_KEY",
-        show_envvar=True,
-        show_default=False,
-        help="A key with the scope 'adapters'. The variable keeps it out of the process list.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
-Name = Annotated[str, typer.Argument(help="The adapter's name.", show_default=False)]
-
-_DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-app.command()(check)
+for command in (
+    check,
+    aliases.promote,
+    aliases.rollback,
+    aliases.canary,
+    aliases.history,
+    contents.diff,
+    contents.download,
+    aliases.pin,
+    aliases.unpin,
+    aliases.rename,
+    grants.grant,
+    grants.revoke,
+):
+    app.command()(command)
 
 
 @app.command()
@@ -81,7 +80,10 @@ def upload(
     allow_zero: Annotated[
         bool, typer.Option("--allow-zero", help="Accept an adapter that changes nothing, as before training.")
     ] = False,
-    url: Url = _DEFAULT_URL,
+    promote: Annotated[
+        bool, typer.Option("--promote/--no-promote", help="Make it live at once, or only stage it.")
+    ] = True,
+    url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
@@ -92,7 +94,7 @@ def upload(
     check_name(name)
     precheck(folder)
     total = sum((folder / file).stat().st_size for file in (CONFIG_FILE, WEIGHTS_FILE))
-    with _client(url, api_key) as client, _progress() as progress:
+    with connect(url, api_key) as client, progress_bar() as progress:
         task = progress.add_task(f"uploading {name}", total=total)
 
         def on_sent(count: int) -> None:
@@ -100,59 +102,65 @@ def upload(
             if progress.finished:
                 progress.update(task, description=f"checking {name}")
 
-        adapter = client.upload(folder, name, allow_zero=allow_zero, on_sent=on_sent)
+        adapter = client.upload(folder, name, allow_zero=allow_zero, promote=promote, on_sent=on_sent)
     if as_json:
-        _print_json(adapter)
+        print_json(adapter)
     else:
         typer.echo(
             f"{adapter['id']}: rank {adapter['rank']}, {decimal(adapter['bytes'])}, on "
             f"{', '.join(adapter['target_modules'])}"
         )
+        if not promote:
+            typer.echo(f"not live yet; make it so with: adapters promote {name} {adapter['version']}")
 
 
 @app.command("list")
-def list_adapters(url: Url = _DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
+def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
     """List your adapters, each with the version that its name means."""
-    with _client(url, api_key) as client:
+    with connect(url, api_key) as client:
         answer = client.list()
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     elif answer["data"]:
-        _print_table(answer["data"])
+        print_versions(answer["data"])
     else:
         typer.echo("no adapters; upload one with: adapters upload DIR --name NAME")
 
 
 @app.command()
-def show(name: Name, url: Url = _DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
-    """Show an adapter's versions, and which engines have it loaded."""
+def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: AsJson = False) -> None:
+    """Show what an adapter's name means, its versions, whom it is shared with, and where it is loaded."""
     check_name(name)
-    with _client(url, api_key) as client:
+    with connect(url, api_key) as client:
         adapter = client.show(name)
     if as_json:
-        _print_json(adapter)
+        print_json(adapter)
         return
     typer.echo(f"{adapter['id']}  sha256:{adapter['digest']}")
-    _print_table(adapter["versions"])
-    for engine, tier in sorted(adapter["residency"].items()):
-        typer.echo(f"loaded on {engine}: {tier}")
+    typer.echo(meaning(adapter))
+    print_versions(adapter["versions"])
+    if adapter["grants"]:
+        typer.echo(f"shared with {', '.join(adapter['grants'])}")
+    for engine, state in sorted(adapter["engines"].items()):
+        typer.echo(_state_line(engine, state))
 
 
 @app.command()
 def delete(
-    name: Name,
+    ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Without a version: all of them.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    url: Url = _DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
 ) -> None:
-    """Delete an adapter with all its versions. Asks first."""
-    check_name(name)
+    """Delete an adapter with all its versions, or one version that is not live. Asks first."""
+    _, version = parse_own_ref(ref)
     if not yes:
-        typer.confirm(f"Delete '{name}' with all its versions?", abort=True, err=True)
-    with _client(url, api_key) as client:
-        answer = client.delete(name)
-    _print_json(answer) if as_json else typer.echo(f"deleted {name}")
+        what = f"Delete '{ref}' with all its versions?" if version is None else f"Delete '{ref}'?"
+        typer.confirm(what, abort=True, err=True)
+    with connect(url, api_key) as client:
+        answer = client.delete(ref)
+    print_json(answer) if as_json else typer.echo(f"deleted {ref}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,45 +180,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(message: str, exit_code: Exit) -> None:
     typer.echo(f"error: {message}", err=True)
     sys.exit(exit_code)
-
-
-def _client(url: str, api_key: str) -> AdaptersClient:
-    if not api_key:
-        raise ClientError("Give your API key with --api-key or LORAPLEX_API_KEY.", Exit.USAGE)
-    return AdaptersClient(url, api_key)
-
-
-def _progress() -> Progress:
-    """A bar on stderr; nothing where that is no terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2))
-
-
-def _print_table(adapters: Sequence[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("adapter", "rank", "size", "modules", "base model", "created"):
-        table.add_column(heading, overflow="fold")
-    for adapter in adapters:
-        created = datetime.fromtimestamp(adapter["created"], UTC)
-        table.add_row(
-            adapter["id"],
-            str(adapter["rank"]),
-            decimal(adapter["bytes"]),
-            " ".join(adapter["target_modules"]),
-            adapter["base_model"] or "",
-            created.strftime("%Y-%m-%d %H:%M UTC"),
-        )
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ import httpx
 
 from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 
+_PIECE_BYTES = 1024 * 1024
 _CONNECT_S = 10.0
 _ANSWER_S = 600.0
 """The server reads and hashes all of an upload before it answers."""
@@ -65,7 +67,13 @@ class AdaptersClient:
         self._http.close()
 
     def upload(
-        self, folder: Path, name: str, *, allow_zero: bool = False, on_sent: Callable[[int], None]
+        self,
+        folder: Path,
+        name: str,
+        *,
+        allow_zero: bool = False,
+        promote: bool = True,
+        on_sent: Callable[[int], None],
     ) -> dict[str, Any]:
         """Streams the two files of an adapter; memory stays
         flat. `on_sent` gets the bytes sent since its last call.
@@ -75,6 +83,7 @@ class AdaptersClient:
         # Learns of a bad URL or key before gigabytes are on their way.
         self._call("GET", "/v1/adapters")
         form = {"name": name} | ({"allow_zero": "true"} if allow_zero else {})
+        form |= {} if promote else {"promote": "false"}
         with ExitStack() as stack:
             parts = [
                 ("files", (file, stack.enter_context(_Counted(folder / file, on_sent)), kind))
@@ -97,22 +106,33 @@ class AdaptersClient:
         """One name, with its versions and where they are loaded."""
         return self._call("GET", f"/v1/adapters/{quote(name, safe='')}")
 
-    def delete(self, name: str) -> dict[str, Any]:
-        """Deletes a name with all its versions."""
-        return self._call("DELETE", f"/v1/adapters/{quote(name, safe='')}")
+    def delete(self, ref: str) -> dict[str, Any]:
+        """Deletes a name with all its versions, or one version, as ``sql@3``."""
+        return self._call("DELETE", f"/v1/adapters/{quote(ref, safe='')}")
+
+    def of(self, ref: str, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Calls a route below one adapter: ``promote``, ``history``, ``files``."""
+        return self._call(method, f"/v1/adapters/{quote(ref, safe='')}/{route}", json=body)
+
+    def fetch(self, ref: str, file: str, target: Path, on_received: Callable[[int], None]) -> str:
+        """Streams a file of a version to `target`; memory stays flat. Returns its SHA-256 in hex."""
+        path = f"/v1/adapters/{quote(ref, safe='')}/files/{quote(file, safe='')}"
+        sha = hashlib.sha256()
+        with self._answers(), self._http.stream("GET", path) as answer, target.open("wb") as out:
+            if not answer.is_success:
+                answer.read()
+                raise _refusal(answer)
+            for piece in answer.iter_bytes(_PIECE_BYTES):
+                sha.update(piece)
+                out.write(piece)
+                on_received(len(piece))
+        return sha.hexdigest()
 
     def _call(self, method: str, path: str, **body: Any) -> dict[str, Any]:
-        try:
+        with self._answers():
             answer = self._http.request(method, path, **body)
-        except httpx.UnsupportedProtocol:
-            raise ClientError(f"{self._url!a} is no URL; write http://host:port.", Exit.USAGE) from None
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            raise ClientError(
-                f"Cannot reach the server at {self._url}: {reason}.", Exit.UNREACHABLE
-            ) from None
         if not answer.is_success:
-            raise ClientError(_reason(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
+            raise _refusal(answer)
         try:
             value = answer.json()
         except ValueError:
@@ -120,6 +140,19 @@ class AdaptersClient:
         if not isinstance(value, dict):
             raise ClientError(f"What answers at {self._url} is not a Loraplex gateway.", Exit.UNREACHABLE)
         return value
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Says in a user's words what keeps an answer from coming."""
+        try:
+            yield
+        except httpx.UnsupportedProtocol:
+            raise ClientError(f"{self._url!a} is no URL; write http://host:port.", Exit.USAGE) from None
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ClientError(
+                f"Cannot reach the server at {self._url}: {reason}.", Exit.UNREACHABLE
+            ) from None
 
 
 class _Counted:
@@ -144,6 +177,10 @@ class _Counted:
         piece = self._file.read(size)
         self._on_read(len(piece))
         return piece
+
+
+def _refusal(answer: httpx.Response) -> ClientError:
+    return ClientError(_reason(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
 
 
 def _reason(answer: httpx.Response) -> str:

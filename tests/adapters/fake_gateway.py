@@ -45,14 +45,14 @@ class FakeGateway:
 
         @app.get("/v1/adapters")
         def show_all() -> dict[str, Any]:
-            return {"object": "list", "data": [versions[-1] for versions in self.adapters.values()]}
+            return {"object": "list", "data": [self._meaning(name) for name in self.adapters]}
 
         @app.get("/v1/adapters/{name}")
         def show(name: str) -> Response:
             if name not in self.adapters:
                 return _error(404, f"There is no adapter '{name}'.")
-            versions = self.adapters[name]
-            return JSONResponse(versions[-1] | {"versions": versions, "residency": {"engine-1": "device"}})
+            more = {"versions": self.adapters[name], "grants": [], "residency": {"engine-1": "device"}}
+            return JSONResponse(self._meaning(name) | more)
 
         @app.delete("/v1/adapters/{name}")
         def delete(name: str) -> Response:
@@ -91,6 +91,10 @@ class FakeGateway:
             }
         )
         return versions[-1]
+
+    def _meaning(self, name: str) -> dict[str, Any]:
+        newest = self.adapters[name][-1]
+        return newest | {"live": newest["version"], "canary": None, "pinned": False}
 
 
 def refusal(status: int, message: str) -> Response:

@@ -75,6 +75,12 @@ def test_allow_zero_is_passed_on(gateway: FakeGateway, folder: Path, run: Run) -
     assert gateway.fields == {"name": "sql", "allow_zero": "true"}
 
 
+def test_an_upload_may_be_staged(gateway: FakeGateway, folder: Path, run: Run) -> None:
+    result = run("upload", folder, "--name", "sql", "--no-promote")
+    assert result.exit_code == 0 and gateway.fields == {"name": "sql", "promote": "false"}
+    assert result.out.endswith("not live yet; make it so with: adapters promote sql 1\n")
+
+
 def test_options_win_over_the_environment(
     gateway: FakeGateway, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +92,7 @@ def test_options_win_over_the_environment(
 def test_json_is_what_the_server_said(gateway: FakeGateway, folder: Path, run: Run) -> None:
     uploaded = run("upload", folder, "--name", "sql", "--json")
     assert json.loads(uploaded.out) == gateway.adapters["sql"][0] and uploaded.err == ""
-    assert json.loads(run("list", "--json").out) == {"object": "list", "data": gateway.adapters["sql"]}
+    assert json.loads(run("list", "--json").out)["data"][0].items() >= gateway.adapters["sql"][0].items()
     assert json.loads(run("show", "sql", "--json").out)["versions"] == gateway.adapters["sql"]
     deleted = run("delete", "sql", "--yes", "--json")
     assert json.loads(deleted.out) == {"id": "sql", "object": "adapter.deleted", "deleted": True}
@@ -101,7 +107,7 @@ def test_lists_and_shows(gateway: FakeGateway, folder: Path, run: Run) -> None:
     assert listed.exit_code == 0
     assert re.findall(r"^\S+@\d", listed.out, re.MULTILINE) == ["sql@2", "pirate@1"]
     shown = run("show", "sql")
-    assert shown.out.startswith(f"sql@2  sha256:{'ab' * 32}\n")
+    assert shown.out.startswith(f"sql@2  sha256:{'ab' * 32}\nsql means sql@2\n")
     assert re.findall(r"^sql@\d", shown.out, re.MULTILINE) == ["sql@2", "sql@1", "sql@2"]
     assert "2023-11-14" in shown.out and shown.out.endswith("loaded on engine-1: device\n")
 

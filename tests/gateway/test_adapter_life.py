@@ -1,4 +1,4 @@
-"""Versions, aliases and grants over HTTP, on a real gateway: what changes, what is refused and with which words."""
+"""Versions, aliases and grants over HTTP: what changes, what is refused, and with which words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from adapters.folder_store import FolderStore
 from adapters.registry import Registry
-from adapters.registry.pins import pinned_digests
+from adapters.registry.desired import desired_adapters
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
 
 Headers = Mapping[str, str]
@@ -103,7 +103,10 @@ async def test_a_canary_begins_and_ends(plane: ControlPlane) -> None:
     ):
         answer = await call(plane, acme, "PUT", "sql/canary", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert await error(plane, acme, "PUT", "sql/canary", {"version": 2, "percent": 5}) == (409, "version_is_live")
+    assert await error(plane, acme, "PUT", "sql/canary", {"version": 2, "percent": 5}) == (
+        409,
+        "version_is_live",
+    )
 
 
 async def test_one_version_is_deleted_and_its_bytes_go(plane: ControlPlane) -> None:
@@ -132,7 +135,7 @@ async def test_pins_reach_engines_and_have_a_quota(plane: ControlPlane) -> None:
     first = await upload(plane, acme, 1, name="a")
     await upload(plane, acme, 2, name="b")
     assert (await done(plane, acme, "PUT", "a/pin"))["pinned"] is True
-    assert await pinned_digests(plane.services.redis) == {bytes.fromhex(first["digest"])}
+    assert (await desired_adapters(plane.services.redis, [])).pinned == {bytes.fromhex(first["digest"])}
     answer = await call(plane, acme, "PUT", "b/pin")
     assert answer.status_code == 409 and "has pinned 1 adapters" in answer.json()["error"]["message"]
     assert (await done(plane, acme, "DELETE", "a/pin"))["pinned"] is False

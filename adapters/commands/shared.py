@@ -1,0 +1,111 @@
+"""What the commands of `adapters` share: their options, the client, and how answers are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from adapters.client import AdaptersClient, ClientError, Exit
+
+Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of the gateway.")]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="LORAPLEX_API_KEY",
+        show_envvar=True,
+        show_default=False,
+        help="A key with the scope 'adapters'. The variable keeps it out of the process list.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+Name = Annotated[str, typer.Argument(help="The adapter's name.", show_default=False)]
+Version = Annotated[
+    int, typer.Argument(min=1, help="Number of the version: 3 for sql@3.", show_default=False)
+]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def connect(url: str, api_key: str) -> AdaptersClient:
+    """Returns the client of a command. Raises `ClientError` without a key."""
+    if not api_key:
+        raise ClientError("Give your API key with --api-key or LORAPLEX_API_KEY.", Exit.USAGE)
+    return AdaptersClient(url, api_key)
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Prints an answer as JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows under headings; whole, also where the terminal is narrow."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+
+
+def print_versions(adapters: Sequence[dict[str, Any]]) -> None:
+    """Prints a table of versions."""
+    rows = [
+        (
+            adapter["id"],
+            str(adapter["rank"]),
+            decimal(adapter["bytes"]),
+            " ".join(adapter["target_modules"]),
+            adapter["base_model"] or "",
+            moment(adapter["created"]),
+        )
+        for adapter in adapters
+    ]
+    print_table(("adapter", "rank", "size", "modules", "base model", "created"), rows)
+
+
+def meaning(adapter: dict[str, Any]) -> str:
+    """What a name means now, in a line: which version is live, a canary, and whether it is pinned."""
+    live, canary = adapter["live"], adapter["canary"]
+    said = [f"{adapter['name']} means {adapter['id']}" if live else f"{adapter['name']} has no live version"]
+    if canary:
+        said.append(f"canary {adapter['name']}@{canary['version']} gets {canary['percent']:g} %")
+    if adapter["pinned"]:
+        said.append("pinned")
+    return "; ".join(said)
+
+
+def moment(seconds: int) -> str:
+    """A time as people read it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
