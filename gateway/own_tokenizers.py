@@ -100,9 +100,23 @@ async def take_own_tokenizer(folder: Path, base: TokenizerFiles) -> str:
     return identity_of(effect)
 
 
-def largest_token(effect: TokenizerEffect) -> int:
-    """The highest number of a token that the effect adds; -1 if it adds none."""
-    return max((token["id"] for token in effect.added_tokens), default=-1)
+async def check_own_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raises ApiError 400 when the tokenizer that was taken in `folder`, if one was, has tokens that the
+    adapter has no weights for: `vocab_size` counts the base model's and those that it adds.
+    """
+    path = folder / EFFECT_FILE
+    if not path.exists():
+        return
+    effect = TokenizerEffect.from_bytes(await anyio.to_thread.run_sync(path.read_bytes))
+    beyond = [token for token in effect.added_tokens if token["id"] >= vocab_size]
+    if beyond:
+        text, number = beyond[0]["content"], beyond[0]["id"]
+        message = (
+            f"The tokenizer adds the token {text!a} as number {number}, but the adapter and its base model "
+            f"have {vocab_size} tokens; save the adapter with the embedding that it was trained with, or "
+            "leave the tokenizer's files out."
+        )
+        raise _refused(message, "tokenizer.json")
 
 
 def _write_all(folder: Path, files: TokenizerFiles) -> None:
@@ -131,7 +145,7 @@ async def _judged(folder: Path, base_folder: Path) -> dict[str, Any]:
                     break
             return json.loads(answer)
     except (TimeoutError, ValueError):
-        raise _refused("The tokenizer's files take too much time or memory to read.") from None
+        raise _refused("The tokenizer's files cannot be read, or not in bounded time and memory.") from None
     finally:
         if process.returncode is None:
             process.kill()

@@ -29,6 +29,8 @@ _MAX_AROUND_BYTES = 16_384
 _MAX_TEMPLATE_CHARS = 262_144
 _CONFIG_FILES = {"tokenizer_config.json", "special_tokens_map.json"}
 _AROUND_TYPES = ("ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing", "Sequence")
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+_PAIR = [_TEXT, {"Sequence": {"id": "B", "type_id": 1}}]
 
 Files = Mapping[str, bytes]
 
@@ -49,11 +51,13 @@ def judge(own: Files, base: Files) -> TokenizerEffect | None:
     base_tokenizer = _read_tokenizer(base)
     tokenizer = _read_tokenizer(own) if "tokenizer.json" in own else base_tokenizer
     config = _config_of(own if _CONFIG_FILES & own.keys() else {**base, **own})
-    effect = _effect_of(tokenizer, config, _template_of(own, base))
-    if effect == _effect_of(base_tokenizer, _config_of(base), _template_of(base, base)):
-        return None
     document, base_document = (json.loads(each.to_str()) for each in (tokenizer, base_tokenizer))
     _check_shared(document, base_document)
+    effect = _effect_of(tokenizer, document, config, _template_of(own, base))
+    if effect == _effect_of(base_tokenizer, base_document, _config_of(base), _template_of(base, base)):
+        return None
+    if "tokenizer.json" in own:
+        _check_numbers(_object(own, "tokenizer.json"), tokenizer)
     if config != _config_of(base):
         _check_named(config, tokenizer)
     _check_added(effect, base_document)
@@ -63,9 +67,11 @@ def judge(own: Files, base: Files) -> TokenizerEffect | None:
     return effect
 
 
-def _effect_of(tokenizer: Tokenizer, config: Mapping[str, Any], template: str | None) -> TokenizerEffect:
-    document = json.loads(tokenizer.to_str())
-    tokens = {token["content"]: token for token in document["added_tokens"]}
+def _effect_of(
+    tokenizer: Tokenizer, document: Mapping[str, Any], config: Mapping[str, Any], template: str | None
+) -> TokenizerEffect:
+    """`document` is the tokenizer's own JSON."""
+    tokens = {token["content"]: dict(token) for token in document["added_tokens"]}
     named = _named_tokens(config)
     # As transformers has them once it is loaded: what the config names is special.
     for text in [*named.values(), *_extra_tokens(config)]:
@@ -77,10 +83,22 @@ def _effect_of(tokenizer: Tokenizer, config: Mapping[str, Any], template: str | 
             tokens[text] = {"id": number, "content": text, **flags, "special": True}
     return TokenizerEffect(
         added_tokens=tuple(sorted(tokens.values(), key=lambda token: token["id"])),
-        post_processor=document["post_processor"],
+        post_processor=_essence(document["post_processor"]),
         named_tokens=named,
         chat_template=template,
     )
+
+
+def _essence(around: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A post-processor without what has no effect on a single text's tokens; None: nothing is left."""
+    if around is None:
+        return None
+    kinds = around["processors"] if around["type"] == "Sequence" else [around]
+    kinds = [kind for kind in kinds if kind["type"] != "ByteLevel" and kind.get("single") != [_TEXT]]
+    kinds = [{**kind, "pair": _PAIR} if "pair" in kind else kind for kind in kinds]
+    if len(kinds) > 1:
+        return {"type": "Sequence", "processors": kinds}
+    return kinds[0] if kinds else None
 
 
 def _read_tokenizer(files: Files) -> Tokenizer:
@@ -160,6 +178,19 @@ def _check_shared(document: Mapping[str, Any], base_document: Mapping[str, Any])
             )
 
 
+def _check_numbers(written: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Raises Unfit for an added token that does not get the number that the file gives it."""
+    for token in written["added_tokens"]:
+        text, number = token["content"], token["id"]
+        if tokenizer.token_to_id(text) != number:
+            raise Unfit(
+                "tokenizer.json",
+                f"gives the token {text[:80]!a} the number {number}, but it comes to be "
+                f"{tokenizer.token_to_id(text)}; number added tokens one after the other behind the "
+                "vocabulary.",
+            )
+
+
 def _check_named(config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Raises Unfit for a token of the config that tokenizer.json does not have, or under another number."""
     named = {text: None for text in [*_named_tokens(config).values(), *_extra_tokens(config)]}
@@ -198,7 +229,7 @@ def _check_added(effect: TokenizerEffect, base_document: Mapping[str, Any]) -> N
 
 def _check_around(effect: TokenizerEffect, base_document: Mapping[str, Any]) -> None:
     around = effect.post_processor
-    if around != base_document["post_processor"] and not _is_plain(around):
+    if around != _essence(base_document["post_processor"]) and not _is_plain(around):
         raise Unfit("tokenizer.json", "has a post_processor of an unknown kind or size.")
 
 
@@ -218,8 +249,12 @@ def _check_template(effect: TokenizerEffect) -> None:
         raise Unfit("chat_template.jinja", f"has more than {_MAX_TEMPLATE_CHARS:,} characters.")
     try:
         ChatTemplate(source, effect.named_tokens)
-    except (ChatTemplateError, RecursionError) as error:
-        raise Unfit("chat_template.jinja", str(error)[:300] or "is nested too deeply.") from None
+    except RecursionError:
+        raise Unfit("chat_template.jinja", "is nested too deeply.") from None
+    except ChatTemplateError as error:
+        raise Unfit(
+            "chat_template.jinja", f"is no template: {str(error.__cause__ or error)[:300]}."
+        ) from None
 
 
 def _check_extended(effect: TokenizerEffect, shared: Tokenizer) -> None:
@@ -229,10 +264,7 @@ def _check_extended(effect: TokenizerEffect, shared: Tokenizer) -> None:
     except Exception as error:  # the binding raises bare Exception
         raise Unfit("tokenizer.json", f"cannot be used: {str(error)[:200]}.") from None
     if tuple(document["added_tokens"]) != effect.added_tokens:
-        raise Unfit(
-            "tokenizer.json",
-            "numbers its added tokens in another way than one after the other behind the vocabulary.",
-        )
+        raise Unfit("tokenizer.json", "has added tokens that change when they are loaded.")
     if document["post_processor"] != effect.post_processor:
         raise Unfit("tokenizer.json", "has a post_processor that changes when it is loaded.")
 

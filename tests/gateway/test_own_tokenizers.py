@@ -1,0 +1,312 @@
+"""Adapters' own tokenizers against transformers' AutoTokenizer for the adapter's folder, and hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from engine.model.gguf import GgufFile
+from engine.model.gguf_tokenizer import tokenizer_files
+from gateway.errors import ApiError
+from gateway.own_tokenizers import check_own_tokenizer, take_own_tokenizer
+from gateway.tokenizer import ModelTokenizer
+from gateway.tokenizer_check import Unfit, judge
+from gateway.tokenizer_effect import EFFECT_FILE, TokenizerEffect, identity_of
+from tests.model_zoo import smollm2_path
+
+Files = dict[str, bytes]
+
+TEXTS = (
+    "Hello, world! It's 2026.",
+    "<|im_start|>user\nHi<|im_end|>\n",
+    "<tool> call </tool><tool>  twice\t</tool>",
+    "new_word and new_wordy, NEW_WORD; new_word",
+    "日本語 🙂 <think>é</think>\n\n",
+    "",
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is <tool>?"},
+    {"role": "assistant", "content": "new_word"},
+    {"role": "user", "content": "🙂"},
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role | upper }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[ASSISTANT]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base() -> Files:
+    """The files of a real model's tokenizer."""
+    return tokenizer_files(GgufFile(smollm2_path()).metadata)
+
+
+@pytest.fixture(scope="module")
+def base_folder(base: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(base, tmp_path_factory.mktemp("base"))
+
+
+def write(files: Mapping[str, bytes], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def read(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def add_plain_tokens(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<tool>", "</tool>", "new_word"])
+
+
+def add_special_tokens(tokenizer: Any) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"], "pad_token": "<pad>"})
+    tokenizer.add_tokens([AddedToken("new_word", rstrip=True)])
+
+
+def end_otherwise(tokenizer: Any) -> None:
+    tokenizer.add_special_tokens({"eos_token": "<|done|>"})
+    tokenizer.chat_template = TEMPLATE
+
+
+def write_another_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+
+
+CHANGES = (add_plain_tokens, add_special_tokens, end_otherwise, write_another_template)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_tokenises_detokenises_and_renders_as_transformers_does(
+    base: Files, base_folder: Path, tmp_path: Path, change: Callable[[Any], None]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    change(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    oracle = AutoTokenizer.from_pretrained(tmp_path)
+    effect = judge(read(tmp_path), base)
+    assert effect is not None
+    own = ModelTokenizer.from_files(base).extended(TokenizerEffect.from_bytes(effect.to_bytes()))
+    for text in TEXTS:
+        for special in (False, True):
+            assert own.encode(text, add_special_tokens=special) == oracle.encode(
+                text, add_special_tokens=special
+            )
+        decoder = own.decoder()
+        tokens = oracle.encode(text) + list(range(len(oracle) - 5, len(oracle)))
+        decoded = "".join([decoder.step(token) for token in tokens]) + decoder.finish()
+        assert decoded == oracle.decode(tokens, skip_special_tokens=True)
+    rendered = own.chat_template.render(CHAT)
+    assert rendered == oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    expected = oracle.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert own.encode(rendered, add_special_tokens=False) == expected
+    assert own.end_tokens == (oracle.eos_token_id,)
+    assert own.trusted == (oracle.chat_template == AutoTokenizer.from_pretrained(base_folder).chat_template)
+
+
+def test_an_extension_leaves_the_base_model_s_tokenizer_as_it_was(base: Files, base_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    model = ModelTokenizer.from_files(base)
+    before = [model.encode(text, add_special_tokens=True) for text in TEXTS]
+    added = AutoTokenizer.from_pretrained(base_folder)
+    add_plain_tokens(added)
+    files = {"tokenizer.json": added.backend_tokenizer.to_str().encode()}
+    effect = judge(files, base)
+    assert effect is not None
+    own = model.extended(effect)
+    assert own.encode("<tool>", add_special_tokens=False) == [len(tokenizer)]
+    assert [model.encode(text, add_special_tokens=True) for text in TEXTS] == before
+    assert len(model.encode("<tool>", add_special_tokens=False)) > 1
+
+
+def test_files_that_equal_the_base_model_s_in_effect_do_not_count(
+    base: Files, base_folder: Path, tmp_path: Path
+) -> None:
+    """Saved anew by transformers: other bytes, padding and truncation set, the template in a file."""
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    tokenizer("some text", truncation=True, max_length=5, padding="max_length")
+    tokenizer.save_pretrained(tmp_path)
+    assert read(tmp_path)["tokenizer.json"] != base["tokenizer.json"]
+    assert judge(read(tmp_path), base) is None
+    assert judge({}, base) is None
+    assert judge({"chat_template.jinja": base["chat_template.jinja"]}, base) is None
+
+
+def test_what_an_adapter_lacks_is_the_base_model_s(base: Files) -> None:
+    effect = judge({"chat_template.jinja": TEMPLATE.encode()}, base)
+    assert effect is not None and effect.chat_template == TEMPLATE
+    assert effect.named_tokens["eos_token"] == "<|im_end|>"
+    in_config = judge(
+        {
+            "tokenizer_config.json": json.dumps(
+                {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+            ).encode()
+        },
+        base,
+    )
+    assert in_config is not None and in_config.chat_template == TEMPLATE
+    both = judge(
+        {"chat_template.jinja": b"{{ 1 }}", "tokenizer_config.json": b'{"chat_template": "{{ 2 }}"}'}, base
+    )
+    assert both is not None and both.chat_template == "{{ 1 }}"
+
+
+def changed(base: Files, change: Callable[[dict[str, Any]], None]) -> Files:
+    document = json.loads(base["tokenizer.json"])
+    change(document)
+    return {"tokenizer.json": json.dumps(document).encode()}
+
+
+def token(number: int, text: str, **flags: bool) -> dict[str, Any]:
+    defaults = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": number, "content": text, **defaults, **flags}
+
+
+def extra_token(**flags: Any) -> Callable[[dict[str, Any]], None]:
+    number, text = flags.pop("id", 49152), flags.pop("content", "<x>")
+    return lambda document: document["added_tokens"].append(token(number, text, **flags))
+
+
+HOSTILE: dict[str, tuple[Callable[[Files], Files], str]] = {
+    "no JSON": (lambda base: {"tokenizer.json": b"{"}, "cannot be read"),
+    "no object": (lambda base: {"tokenizer_config.json": b"[]"}, "is not a JSON object"),
+    "nested": (lambda base: {"tokenizer_config.json": b"[" * 100_000}, "is not JSON"),
+    "nested tokenizer": (lambda base: {"tokenizer.json": b'{"model":' * 10_000}, "cannot be read"),
+    "empty": (lambda base: {"tokenizer.json": b"{}"}, "cannot be read"),
+    "another vocabulary": (
+        lambda base: changed(base, lambda d: d["model"]["vocab"].update({"zzzzq": len(d["model"]["vocab"])})),
+        "another model than the base model's",
+    ),
+    "a regular expression that backtracks": (
+        lambda base: changed(
+            base,
+            lambda d: d.update(
+                pre_tokenizer={
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            ),
+        ),
+        "another pre_tokenizer than the base model's",
+    ),
+    "a normalizer that explodes": (
+        lambda base: changed(
+            base,
+            lambda d: d.update(
+                normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}
+            ),
+        ),
+        "another normalizer than the base model's",
+    ),
+    "lstrip": (lambda base: changed(base, extra_token(lstrip=True)), "sets lstrip on the token '<x>'"),
+    "single_word": (lambda base: changed(base, extra_token(single_word=True)), "sets single_word"),
+    "a long token": (lambda base: changed(base, extra_token(content="x" * 300)), "a token of 300 characters"),
+    "a gap": (lambda base: changed(base, extra_token(id=60_000)), "number 60000, but it comes to be 49152"),
+    "too many": (
+        lambda base: changed(
+            base, lambda d: d["added_tokens"].extend(token(49152 + i, f"<{i}>") for i in range(70_000))
+        ),
+        "adds more than 65,536 tokens",
+    ),
+    "around": (
+        lambda base: changed(base, lambda d: d.update(post_processor=template_processing(4000))),
+        "post_processor of an unknown kind or size",
+    ),
+    "an unknown name": (
+        lambda base: {"tokenizer_config.json": b'{"eos_token": "<nowhere>"}'},
+        "names the token '<nowhere>'",
+    ),
+    "a wrong number": (
+        lambda base: {"tokenizer_config.json": b'{"added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}'},
+        "names the token '<|im_end|>'",
+    ),
+    "no template": (lambda base: {"chat_template.jinja": b"{% if %}"}, "is no template"),
+    "a nested template": (lambda base: {"chat_template.jinja": b"{{" + b"(" * 50_000}, "nested too deeply"),
+    "a long template": (lambda base: {"chat_template.jinja": b"x" * 300_000}, "more than 262,144 characters"),
+}
+
+
+def template_processing(repeats: int) -> dict[str, Any]:
+    piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    special = {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [*[piece] * repeats, sequence],
+        "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": special,
+    }
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_not_served_exactly_is_refused_by_name(base: Files, kind: str) -> None:
+    make, sentence = HOSTILE[kind]
+    with pytest.raises(Unfit, match=sentence):
+        judge(make(base), base)
+
+
+async def test_what_counts_lies_beside_the_files_and_what_does_not_is_removed(
+    base: Files, tmp_path: Path
+) -> None:
+    folder = write({"chat_template.jinja": TEMPLATE.encode(), "adapter_config.json": b"{}"}, tmp_path / "own")
+    identity = await take_own_tokenizer(folder, base)
+    data = (folder / EFFECT_FILE).read_bytes()
+    assert identity == identity_of(data)
+    assert TokenizerEffect.from_bytes(data).chat_template == TEMPLATE
+    same = write({**base, "adapter_config.json": b"{}"}, tmp_path / "same")
+    assert await take_own_tokenizer(same, base) == ""
+    assert [path.name for path in same.iterdir()] == ["adapter_config.json"]
+    await check_own_tokenizer(same, 10)
+
+
+async def test_a_token_without_weights_is_refused(base: Files, tmp_path: Path) -> None:
+    folder = write(changed(base, extra_token()), tmp_path / "own")
+    await take_own_tokenizer(folder, base)
+    await check_own_tokenizer(folder, 49153)
+    with pytest.raises(
+        ApiError, match="'<x>' as number 49152, but the adapter and its base model have 49152"
+    ):
+        await check_own_tokenizer(folder, 49152)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": b'{"added_tokens": [' + b"[" * 10_000_000},
+        {"tokenizer.json": b'{"model": {"type": "BPE", "vocab": {' + b'"a": 1,' * 3_000_000},
+    ],
+    ids=["nested", "cut off"],
+)
+async def test_files_that_would_exhaust_the_gateway_exhaust_a_process_of_their_own(
+    base: Files, tmp_path: Path, files: Files
+) -> None:
+    folder = write(files, tmp_path / "own")
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking, began = asyncio.create_task(tick()), time.monotonic()
+    with pytest.raises(ApiError) as caught:
+        await take_own_tokenizer(folder, base)
+    took_s = time.monotonic() - began
+    ticking.cancel()
+    assert caught.value.status == 400 and caught.value.code == "invalid_adapter"
+    assert took_s < 30
+    assert ticks > 30 * took_s, "the event loop stood still meanwhile"

@@ -1,0 +1,91 @@
+"""Templates of strangers: rendered as others are, and stopped when they spend too much."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.template_host import TemplateHost
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+CHAT = [{"role": "user", "content": "Grüße 🙂 \ud800"}]
+PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ extra }}"
+OPTIONS: dict[str, Any] = {"add_generation_prompt": True, "variables": {"extra": "!"}}
+
+EXPENSIVE = {
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(80) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "padding": "{{ messages[0].content | center(10000000000) }}",
+    "replacing": (
+        "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(20) %}"
+        "{% set n.x = n.x.replace('a', n.x) %}{% endfor %}"
+    ),
+    "sorting": (
+        "{% set n = namespace(x=range(90000) | list) %}{% for i in range(5000) %}"
+        "{% set n.y = (n.x | sort(reverse=true)) %}{% endfor %}"
+    ),
+}
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[TemplateHost]:
+    host = TemplateHost(timeout_s=1.5)
+    yield host
+    await host.close()
+
+
+async def test_it_renders_as_in_this_process(host: TemplateHost) -> None:
+    expected = ChatTemplate(PLAIN, NAMED).render(CHAT, **OPTIONS)
+    assert await host.render(PLAIN, NAMED, CHAT, OPTIONS) == expected == "<s>Grüße 🙂 \ud800!"
+    texts = await asyncio.gather(
+        *(host.render(PLAIN, NAMED, [{"role": "user", "content": str(i)}], OPTIONS) for i in range(20))
+    )
+    assert texts == [f"<s>{i}!" for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("{{ raise_exception('only one turn') }}", "only one turn"),
+        ("{{ messages[7].content }}", "cannot render"),
+        ("{{ ''.__class__.__mro__ }}", "cannot render"),
+        ("{% for i in range(200000) %}{% endfor %}", "loops for too long"),
+        ("{% if %}", "cannot be compiled"),
+    ],
+)
+async def test_its_faults_are_the_client_s_to_read(host: TemplateHost, source: str, sentence: str) -> None:
+    with pytest.raises(ChatTemplateError, match=sentence):
+        await host.render(source, NAMED, CHAT, OPTIONS)
+    assert await host.render("ok", NAMED, CHAT, OPTIONS) == "ok"
+
+
+@pytest.mark.parametrize("kind", EXPENSIVE)
+async def test_an_expensive_template_ends_and_others_go_on(host: TemplateHost, kind: str) -> None:
+    expensive = asyncio.create_task(host.render(EXPENSIVE[kind], NAMED, CHAT, OPTIONS))
+    await asyncio.sleep(0)
+    others = [host.render(PLAIN, NAMED, CHAT, OPTIONS) for _ in range(3)]
+    began = time.monotonic()
+    assert len(await asyncio.gather(*others)) == 3
+    assert time.monotonic() - began < 10
+    with pytest.raises(ChatTemplateError, match=r"too (long|much)"):
+        await expensive
+
+
+async def test_what_took_too_long_is_refused_at_once_for_a_while(host: TemplateHost) -> None:
+    for _ in range(5):
+        began = time.monotonic()
+        with pytest.raises(ChatTemplateError, match="too long"):
+            await host.render(EXPENSIVE["sorting"], NAMED, CHAT, OPTIONS)
+    assert time.monotonic() - began < 0.5
+
+
+async def test_a_client_that_goes_does_not_leave_its_answer_to_the_next(host: TemplateHost) -> None:
+    assert await host.render("first", NAMED, CHAT, OPTIONS) == "first"
+    slow = asyncio.create_task(host.render(EXPENSIVE["sorting"], NAMED, CHAT, OPTIONS))
+    await asyncio.sleep(0.2)
+    slow.cancel()
+    assert await host.render("second", NAMED, CHAT, OPTIONS) == "second"
