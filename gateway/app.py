@@ -18,6 +18,7 @@ from gateway.api import (
     completions,
     health,
     models,
+    uploads,
 )
 from gateway.bodies import BodyLimit
 from gateway.errors import install_error_handling
@@ -28,6 +29,7 @@ ServicesFactory = Callable[[GatewaySettings], AbstractAsyncContextManager[Servic
 
 # Their bodies may be large, and are read once the caller is known.
 _READ_BY_HANDLERS = frozenset({"/v1/adapters", "/v1/chat/completions", "/v1/completions"})
+_READ_BY_HANDLERS_BELOW = "/v1/adapter-uploads/"
 
 
 def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = open_services) -> FastAPI:
@@ -40,13 +42,14 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
             yield
 
     app = FastAPI(title="Loraplex", lifespan=lifespan, redoc_url=None)
-    app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS)
+    app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS, exempt_below=_READ_BY_HANDLERS_BELOW)
     install_error_handling(app)
     for module in (
         chat,
         completions,
         models,
         adapters,
+        uploads,
         adapter_aliases,
         adapter_contents,
         adapter_grants,

@@ -51,16 +51,17 @@ class BodyLimit:
     """ASGI middleware: ends the reading of a body that is too large with 413.
 
     FastAPI reads and parses a whole body before it asks for the caller's key. Handlers of the paths in
-    `exempt` read theirs themselves, after that.
+    `exempt`, and of those that begin with `exempt_below`, read theirs themselves, after that.
     """
 
-    def __init__(self, app: ASGIApp, *, exempt: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, *, exempt: Collection[str], exempt_below: str) -> None:
         self._app = app
         self._exempt = exempt
+        self._exempt_below = exempt_below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        if scope["type"] != "http" or scope["path"] in self._exempt:
+        if scope["type"] != "http" or self._is_exempt(scope["path"]):
             await self._app(scope, receive, send)
             return
         received = 0
@@ -73,6 +74,9 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive_bounded, send)
+
+    def _is_exempt(self, path: str) -> bool:
+        return path in self._exempt or path.startswith(self._exempt_below)
 
 
 def _check_size(size: int, most: int) -> None:

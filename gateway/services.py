@@ -24,6 +24,9 @@ from gateway.settings import GatewaySettings
 from gateway.template_host import TemplateHost
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
+from gateway.upload_sessions import UploadSessions
+from gateway.upload_slots import UploadSlots
+from gateway.upload_transfers import UploadTransfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class Services:
     templates: TemplateHost
     models: ModelResolver
     metrics: Metrics
+    upload_slots: UploadSlots
+    upload_sessions: UploadSessions
+    upload_transfers: UploadTransfers
 
 
 @asynccontextmanager
@@ -86,4 +92,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             templates=templates,
             models=ModelResolver(registry, engines),
             metrics=Metrics(),
+            upload_slots=UploadSlots(settings.uploads_per_tenant),
+            upload_sessions=UploadSessions(store.scratch, settings.uploads_per_tenant),
+            upload_transfers=UploadTransfers(),
         )

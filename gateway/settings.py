@@ -53,6 +53,11 @@ class GatewaySettings(BaseSettings):
         ge=_MIB,
         description="Largest upload of one adapter, in bytes; a larger one is refused with 413.",
     )
+    uploads_per_tenant: int = Field(
+        default=4,
+        ge=1,
+        description="Most uploads of a tenant at once, resumable ones that pause included; more get 429.",
+    )
     auth_cache_s: float = Field(
         default=60.0,
         gt=0,

@@ -1,38 +1,43 @@
 """Receives an adapter upload: multipart/form-data from the socket to a staging folder, in flat memory.
 
-The parser hands out slices of each network chunk; they are gathered to about a megabyte and written by a
-worker thread, so the event loop neither waits for the disk nor holds more than that. Names and sizes are
-checked as they arrive, and a fault ends the upload at once.
+Names and sizes are checked as they arrive, and a fault ends the upload at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
-import anyio.to_thread
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from adapters.peft_config import MAX_CONFIG_BYTES
-from adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from adapters.adapter_files import (
+    CONFIG_FILE,
+    MAX_FILES,
+    MAX_SMALL_BYTES,
+    WEIGHTS_FILE,
+    check_complete,
+    is_adapter_file,
+    size_limit,
+)
+from adapters.errors import InvalidAdapter
 from gateway.errors import ApiError, invalid_request
+from gateway.incoming_files import FileWriter, IncomingFile
 
 _MAX_FIELD_BYTES = 1024
-_FIELDS = frozenset({"name", "allow_zero"})
-_WRITE_BYTES = 1024 * 1024
-_MAX_PARTS = 8
-_FORM_BYTES = MAX_CONFIG_BYTES + 64 * 1024  # what all but the weights may take
+_FIELDS = frozenset({"name", "allow_zero", "promote"})
+_MAX_PARTS = MAX_FILES + len(_FIELDS)
+_FORM_BYTES = MAX_SMALL_BYTES + 64 * 1024  # what all but the weights may take
 
 
 @dataclass(slots=True)
 class Upload:
-    """A received form: its fields as text, and the names of the files that now lie in the staging folder."""
+    """A received form: its fields as text, and SHA-256 in hex of each file that now lies in the folder."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    files: set[str] = field(default_factory=set)
+    hashes: dict[str, str] = field(default_factory=dict)
 
 
 async def receive_upload(
@@ -43,10 +48,11 @@ async def receive_upload(
     folder: Path,
     max_bytes: int,
 ) -> Upload:
-    """Reads the form from the request's body and writes its two files into `folder`.
+    """Reads the form from the request's body and writes its files into `folder`.
 
-    Raises ApiError 4xx that names the fault, as soon as it is seen; and what `chunks` raises, when the client
-    goes away. Whoever owns `folder` removes what was written.
+    `max_bytes` is what all files of weights may take together. Raises ApiError 4xx that names the fault, as
+    soon as it is seen; and what `chunks` raises, when the client goes away. Whoever owns `folder` removes
+    what was written.
     """
     boundary = _boundary_of(content_type)
     if content_length and content_length.isdecimal() and int(content_length) > max_bytes + _FORM_BYTES:
@@ -58,18 +64,18 @@ async def receive_upload(
     try:
         async for chunk in chunks:
             receiver.feed(chunk)
-            await receiver.flush(at_least=_WRITE_BYTES)
-        await receiver.finish()
+            await receiver.writer.pace()
+        return await receiver.finish()
     finally:
-        receiver.close()
-    return receiver.upload
+        await receiver.close()
 
 
 class _Receiver:
     """The parser's callbacks, and the part that they are in."""
 
     def __init__(self, boundary: bytes, folder: Path, max_bytes: int) -> None:
-        self.upload = Upload()
+        self.writer = FileWriter()
+        self._fields: dict[str, str] = {}
         self._folder = folder
         self._max_bytes = max_bytes
         self._received = 0
@@ -80,12 +86,9 @@ class _Receiver:
         self._headers: dict[bytes, bytes] = {}
         self._field: str | None = None
         self._value = b""
-        self._file: BinaryIO | None = None
-        self._file_name = ""
+        self._file: IncomingFile | None = None
         self._file_left = 0
-        self._writes: list[tuple[BinaryIO, list[bytes]]] = []  # what the worker thread writes next, in order
-        self._gathered = 0
-        self._opened: list[BinaryIO] = []
+        self._files: dict[str, IncomingFile] = {}
         self._parser = MultipartParser(
             boundary,
             {
@@ -110,27 +113,24 @@ class _Receiver:
         except FormParserError as error:
             raise _bad_form(f"The body is not valid multipart/form-data: {error}.") from None
 
-    async def flush(self, *, at_least: int) -> None:
-        """Writes what was gathered, in a worker thread, once it is `at_least` this many bytes."""
-        if self._gathered < max(at_least, 1):
-            return
-        writes, self._writes, self._gathered = self._writes, [], 0
-        await anyio.to_thread.run_sync(_write_all, writes)
-
-    async def finish(self) -> None:
+    async def finish(self) -> Upload:
         """Writes the rest. Raises ApiError when the form broke off or lacks a part."""
         if not self._ended:
             raise _bad_form("The body ends before the form does: the upload was cut short.")
-        await self.flush(at_least=1)
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if name not in self.upload.files:
-                raise _bad_form(f"The form has no file '{name}'.", param="files")
-        if "name" not in self.upload.fields:
+        await self.writer.finish()
+        try:
+            check_complete(self._files)
+        except InvalidAdapter as error:
+            raise _bad_form(error.message, param="files") from None
+        if "name" not in self._fields:
             raise _bad_form("The form has no field 'name'.", param="name")
+        return Upload(self._fields, {name: file.sha256 for name, file in self._files.items()})
 
-    def close(self) -> None:
-        """Closes the files."""
-        for file in self._opened:
+    async def close(self) -> None:
+        """Closes the files, once nobody writes to them."""
+        with suppress(OSError):
+            await self.writer.settle()
+        for file in self._files.values():
             file.close()
 
     def _on_part_begin(self) -> None:
@@ -156,25 +156,24 @@ class _Receiver:
         if file_name is not None:
             self._begin_file(name, file_name.decode("utf-8", "replace"))
         elif name not in _FIELDS:
-            message = f"The form has a field {_shown(name)}; it may have 'name', 'allow_zero' and 'files'."
+            message = f"The form has a field {_shown(name)}; it may have 'name', 'allow_zero', 'promote' and"
+            message += " 'files'."
             raise _bad_form(message)
-        elif name in self.upload.fields:
+        elif name in self._fields:
             raise _bad_form(f"The form has the field '{name}' twice.", param=name)
         else:
             self._field, self._value = name, b""
 
     def _begin_file(self, name: str, file_name: str) -> None:
-        if name != "files" or file_name not in (CONFIG_FILE, WEIGHTS_FILE):
+        if name != "files" or not is_adapter_file(file_name):
             message = f"The file {_shown(file_name)} (field {_shown(name)}) is no part of an adapter: send"
-            message += f" '{CONFIG_FILE}' and '{WEIGHTS_FILE}' as 'files'. Pickled weights are never read."
+            message += f" '{CONFIG_FILE}', '{WEIGHTS_FILE}' or its shards, and the files of its tokenizer if"
+            message += " it has its own, as 'files'. Pickled weights are never read."
             raise _bad_form(message, param="files")
-        if file_name in self.upload.files:
+        if file_name in self._files:
             raise _bad_form(f"The form has the file '{file_name}' twice.", param="files")
-        self.upload.files.add(file_name)
-        self._file = (self._folder / file_name).open("xb")
-        self._opened.append(self._file)
-        self._file_name = file_name
-        self._file_left = _limit_of(file_name, self._max_bytes)
+        self._file = self._files[file_name] = IncomingFile.create(self._folder / file_name)
+        self._file_left = size_limit(file_name, self._max_bytes)
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._file is None:
@@ -185,28 +184,20 @@ class _Receiver:
             return
         self._file_left -= end - start
         if self._file_left < 0:
-            raise _too_large(_limit_of(self._file_name, self._max_bytes), self._file_name)
-        if not self._writes or self._writes[-1][0] is not self._file:
-            self._writes.append((self._file, []))
-        self._writes[-1][1].append(data[start:end])
-        self._gathered += end - start
+            name = self._file.path.name
+            raise _too_large(size_limit(name, self._max_bytes), name)
+        self.writer.add(self._file, memoryview(data)[start:end])
 
     def _on_part_end(self) -> None:
         if self._file is None and self._field is not None:
             try:
-                self.upload.fields[self._field] = self._value.decode()
+                self._fields[self._field] = self._value.decode()
             except UnicodeDecodeError:
                 raise _bad_form(f"The field '{self._field}' is not UTF-8.", self._field) from None
         self._file = self._field = None
 
     def _on_end(self) -> None:
         self._ended = True
-
-
-def _write_all(writes: list[tuple[BinaryIO, list[bytes]]]) -> None:
-    for file, pieces in writes:
-        file.writelines(pieces)
-        file.flush()
 
 
 def _boundary_of(content_type: str) -> bytes:
@@ -219,10 +210,6 @@ def _boundary_of(content_type: str) -> bytes:
             code="unsupported_media_type",
         )
     return options[b"boundary"]
-
-
-def _limit_of(file_name: str, max_bytes: int) -> int:
-    return MAX_CONFIG_BYTES if file_name == CONFIG_FILE else max_bytes
 
 
 def _too_large(limit: int, file_name: str | None = None) -> ApiError:

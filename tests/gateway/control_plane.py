@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from adapters import lifecycle
 from adapters.folder_store import FolderStore
 from adapters.registry import Registry
-from gateway.api import adapter_aliases, adapter_contents, adapter_grants
+from gateway.api import adapter_aliases, adapter_contents, adapter_grants, uploads
 from gateway.api import adapters as adapters_api
 from gateway.api import admin as admin_api
 from gateway.auth import Authenticator
@@ -32,6 +32,9 @@ from gateway.redis_client import connect
 from gateway.services import Services
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
+from gateway.upload_sessions import UploadSessions
+from gateway.upload_slots import UploadSlots
+from gateway.upload_transfers import UploadTransfers
 from protos.engine_pb2 import LinearModule, ModelInfo
 
 OPERATOR_KEY = "an operator's key of the test's own"
@@ -59,6 +62,9 @@ class Engines:
 
     def residency(self, digest_hex: str) -> dict[str, str]:
         return {"engine-1": "device"}
+
+    async def adapter_states(self, digest: bytes) -> dict[str, dict[str, Any]]:
+        return {"engine-1": {"tier": "device", "loads": 2}}
 
     async def unload(self, digest: bytes) -> None:
         self.unloaded.append(digest)
@@ -109,7 +115,7 @@ class ControlPlane:
 async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> AsyncIterator[ControlPlane]:
     """Serves the admin and the adapters API on a free port."""
     config = GatewaySettings(
-        redis_url=valkey_url, store=folder / "store", operator_key=SecretStr(OPERATOR_KEY), **settings
+        redis_url=valkey_url, store=str(folder / "store"), operator_key=SecretStr(OPERATOR_KEY), **settings
     )
     engines = Engines()
     async with connect(valkey_url) as redis:
@@ -118,7 +124,7 @@ async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> Async
         app = FastAPI()
         install_error_handling(app)
         app.include_router(admin_api.router)
-        for module in (adapters_api, adapter_aliases, adapter_contents, adapter_grants):
+        for module in (adapters_api, uploads, adapter_aliases, adapter_contents, adapter_grants):
             app.include_router(module.router)
         app.state.services = services
         try:
@@ -138,6 +144,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines) -> Servic
         cache_s=config.auth_cache_s,
         grace_s=config.auth_grace_s,
     )
+    store = FolderStore(Path(config.store))
     # Only what these two APIs use: they must not come to need the rest.
     used = SimpleNamespace(
         settings=config,
@@ -146,8 +153,12 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines) -> Servic
         tenants=tenants,
         keys=keys,
         registry=Registry(redis),
-        store=FolderStore(Path(config.store)),
+        store=store,
         engines=engines,
+        tokenizers=SimpleNamespace(files=lambda digest: {}),
+        upload_slots=UploadSlots(config.uploads_per_tenant),
+        upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),
+        upload_transfers=UploadTransfers(),
     )
     return cast(Services, used)
 

@@ -45,6 +45,7 @@ async def test_an_adapter_is_uploaded_shown_and_deleted(valkey_url: str, tmp_pat
         assert listed == {"object": "list", "data": [meaning], "bytes": adapter["bytes"] + second["bytes"]}
         shown = (await plane.client.get("/v1/adapters/sql", headers=acme)).json()
         versions = {"versions": [adapter, second], "grants": [], "residency": {"engine-1": "device"}}
+        versions["engines"] = {"engine-1": {"tier": "device", "loads": 2}}
         assert shown == {**meaning, **versions}
         assert plane.blobs() == sorted([adapter["digest"], second["digest"]])
         gone = await plane.client.delete("/v1/adapters/sql", headers=acme)
@@ -144,8 +145,8 @@ BAD_UPLOADS: dict[str, tuple[dict[str, bytes], str]] = {
     "NaN": ({CONFIG: config_json(), WEIGHTS: _nan_weights()}, "NaN"),
     "config that is not JSON": ({CONFIG: b"{", WEIGHTS: safetensors(_SHAPES)}, CONFIG),
     "config with a field that changes results": (
-        {CONFIG: config_json(use_dora=True), WEIGHTS: safetensors(_SHAPES)},
-        "use_dora",
+        {CONFIG: config_json(layer_replication=[[0, 2]]), WEIGHTS: safetensors(_SHAPES)},
+        "layer_replication",
     ),
     "rank above the engine's": (
         {CONFIG: config_json(r=128), WEIGHTS: safetensors(tensor_shapes(rank=128))},
@@ -232,7 +233,7 @@ async def test_a_full_disk_is_503_and_logged_and_leaves_nothing(
     def full(writes: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("gateway.uploads._write_all", full)
+    monkeypatch.setattr("gateway.incoming_files._write", full)
     async with control_plane(valkey_url, tmp_path) as plane:
         acme = await plane.tenant("acme")
         answer = await plane.upload(acme, adapter_files())

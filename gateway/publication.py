@@ -1,0 +1,156 @@
+"""What every upload ends with, however its files have arrived: they are judged, and become a version."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+
+from adapters import lifecycle
+from adapters.base_model import BaseModelShape
+from adapters.blob_store import BlobStore, Staging
+from adapters.identity import InvalidName, check_name
+from adapters.registry import AdapterVersion
+from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_file, validate
+from gateway.adapter_removal import delete_adapter
+from gateway.auth import Principal
+from gateway.base_shape import shape_of
+from gateway.errors import ApiError, invalid_request, unavailable
+from gateway.known_uploads import KnownUploads
+from gateway.own_tokenizers import check_own_tokenizer, take_own_tokenizer
+from gateway.services import Services
+from gateway.upload_sessions import UploadOptions
+from gateway.upload_transfers import upload_not_found
+from protos.engine_pb2 import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+def model_for_uploads(services: Services) -> ModelInfo:
+    """The base model that uploads are checked against. Raises ApiError 503 while no engine has shown it."""
+    info = services.engines.model_info()
+    if info is None:
+        raise unavailable("No engine has shown its model yet, so no adapter can be checked against it.")
+    return info
+
+
+def check_upload_name(services: Services, name: str) -> str:
+    """Returns a name that an upload may have. Raises ApiError 400."""
+    try:
+        check_name(name)
+    except InvalidName as error:
+        raise invalid_request(str(error), param="name", code="invalid_name") from None
+    if services.engines.model_info(name) is not None:
+        message = f"'{name}' is the base model's name. Choose another."
+        raise invalid_request(message, param="name", code="invalid_name")
+    return name
+
+
+def largest_upload(services: Services, info: ModelInfo) -> int:
+    """The bytes that an upload's weights may have."""
+    return min(services.settings.max_adapter_bytes, largest_weights_file(shape_of(info)))
+
+
+async def publish_folder(
+    services: Services, staging: Staging, info: ModelInfo, *, caller: Principal, options: UploadOptions
+) -> AdapterVersion:
+    """Checks the adapter in `staging`, whose files have all been hashed, and makes it a version.
+
+    Raises ApiError 4xx that names the fault; OSError when the store fails. Whoever staged the files removes
+    what is left of them.
+    """
+    offered = dict(staging.hashes)
+    tokenizer = await take_own_tokenizer(staging.path, services.tokenizers.files(info.digest))
+    summary = await _validate(staging.path, shape_of(info), options, tokenizer)
+    await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
+    await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
+    version = await lifecycle.publish(
+        services.registry,
+        services.store,
+        staging,
+        tenant=caller.tenant_id,
+        name=options.name,
+        summary=summary,
+        promote=options.promote,
+        by=caller.key_id,
+    )
+    await _check_tenant(services, version)
+    known = KnownUploads(services.redis, info.digest)
+    await known.remember(caller.tenant_id, offered, summary, allow_zero=options.allow_zero)
+    return version
+
+
+async def publish_known(
+    services: Services, info: ModelInfo, hashes: dict[str, str], *, caller: Principal, options: UploadOptions
+) -> AdapterVersion | None:
+    """Makes files that this tenant has uploaded before, and still has a version of, another version.
+
+    None: the files have to be sent. What other tenants have makes no difference, nor does it take longer.
+    """
+    known = KnownUploads(services.redis, info.digest)
+    summary = await known.find(caller.tenant_id, hashes, allow_zero=options.allow_zero)
+    if summary is None:
+        return None
+    async with services.registry.references.reserved(summary.digest):
+        if not await services.registry.tenant_refers(caller.tenant_id, summary.digest):
+            return None
+        version = await services.registry.add_version(
+            caller.tenant_id, options.name, summary, promote=options.promote, by=caller.key_id
+        )
+    await lifecycle.record(services.registry, services.store, caller.tenant_id, options.name)
+    await _check_tenant(services, version)
+    return version
+
+
+@asynccontextmanager
+async def staged(store: BlobStore, files: Path | None = None) -> AsyncIterator[Staging]:
+    """A staging folder, made and removed off the event loop: to unlink gigabytes takes a while.
+
+    `files`, a folder under the store's scratch, becomes it. Raises ApiError 503 when the store fails
+    meanwhile, 404 when `files` is gone.
+    """
+    async with store_faults():
+        try:
+            staging = await asyncio.to_thread(store.stage, files)
+        except FileNotFoundError:
+            if files is None:
+                raise
+            raise upload_not_found() from None
+        try:
+            yield staging
+        finally:
+            await asyncio.to_thread(staging.discard)
+
+
+@asynccontextmanager
+async def store_faults() -> AsyncIterator[None]:
+    """Answers 503 for what a disk or a bucket does, which is no client's business: the log has it."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("an upload failed at the store: %s", error)
+        message = "The server cannot store an upload at the moment. Try again later, or tell your operator."
+        raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
+
+
+async def _validate(
+    folder: Path, shape: BaseModelShape, options: UploadOptions, tokenizer: str
+) -> AdapterSummary:
+    # In anyio's threads, not asyncio's own, where prompts are tokenised: uploads must not hold those up.
+    try:
+        return await anyio.to_thread.run_sync(
+            lambda: validate(folder, shape, allow_zero=options.allow_zero, tokenizer=tokenizer)
+        )
+    except InvalidAdapter as error:
+        raise invalid_request(error.message, param=error.field_or_tensor, code="invalid_adapter") from None
+
+
+async def _check_tenant(services: Services, version: AdapterVersion) -> None:
+    """A tenant that was deleted during the upload: who deleted it did not see this adapter."""
+    if await services.tenants.get(version.tenant) is None:
+        await delete_adapter(services, version.tenant, version.name)
+        raise ApiError(403, "This tenant has been deleted.", type="permission_error", code="tenant_deleted")
