@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -175,6 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), error.exit_code)
     except OSError as error:
         _fail(f"Cannot read {error.filename}: {error.strerror}.", Exit.REFUSED)
+
+
+def _state_line(engine: str, state: Mapping[str, Any]) -> str:
+    """Where an engine has an adapter, and what it has been through there."""
+    pinned = ", pinned" if state["pinned"] else ""
+    return (
+        f"on {engine}: {state['tier']}{pinned}; requests that found it loaded: {state['hits']}; loads: "
+        f"{state['loads']}, the last in {state['load_seconds']:.3f} s; evictions: {state['evictions']}"
+    )
 
 
 def _fail(message: str, exit_code: Exit) -> None:

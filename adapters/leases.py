@@ -53,6 +53,8 @@ class EngineLease:
     waiting: int = 0
     free_blocks: int = 0
     draining: bool = False
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    """How full the engine's memory for adapters is, and what has happened there since its start, by name."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"model_digest": self.model_digest.hex()}, separators=(",", ":"))

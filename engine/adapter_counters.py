@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 MAX_HISTORIES = 4096
 """Adapters whose own figures are kept, also while they are in no memory; those used last."""
@@ -82,6 +82,10 @@ class AdapterCounters:
         """An adapter had to leave the device for another."""
         self.evictions_device += 1
         self.history(digest).evictions += 1
+
+    def sums(self) -> dict[str, float]:
+        """The sums by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "histories"}
 
     def snapshot(self) -> AdapterCounters:
         """The sums as they are now, without the adapters' own figures, for another thread."""

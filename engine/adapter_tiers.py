@@ -224,7 +224,7 @@ class AdapterTiers:
         if copy.ends_bytes > self._ends_bytes:
             return (
                 f"the adapter needs {copy.ends_bytes} bytes for its embedding and lm_head, but this engine "
-                f"has {self._ends_bytes}; start it with a larger --lora-ends-memory-bytes"
+                f"has {self._ends_bytes}; start it with a larger --lora-memory-bytes"
             )
         return ""
 

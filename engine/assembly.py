@@ -73,11 +73,12 @@ def assemble(settings: EngineSettings) -> Core:
         is_local=store.has_local,
         discard=store.discard,
         num_pages=memory.num_rank_pages,
+        ends_bytes=memory.ends_bytes,
         host_bytes=settings.lora_host_memory_bytes,
         wake=news.set,
     )
-    pages = RankPages(memory.num_rank_pages, in_host=tiers.has)
-    gate = AdapterGate(pages, tiers, runner.write_adapter)
+    pages = RankPages(memory.num_rank_pages, ends_bytes=memory.ends_bytes, in_host=tiers.has)
+    gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter)
     pool = BlockPool(memory.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
     return Core(
         loop=EngineLoop(
@@ -116,7 +117,6 @@ def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: Scheduler
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             num_gpu_blocks_override=settings.num_gpu_blocks_override,
             lora_memory_bytes=settings.lora_bytes(model.device.type),
-            lora_ends_memory_bytes=settings.lora_ends_bytes(model.device.type),
             max_lora_rank=settings.max_lora_rank,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -145,6 +145,7 @@ def _model_info(settings: EngineSettings, model: LoadedModel, memory: MemoryPlan
         max_lora_rank=settings.max_lora_rank,
         max_num_seqs=settings.max_num_seqs,
         engine_version=_version(),
+        tied_embeddings=config.tie_word_embeddings,
     )
 
 

@@ -85,6 +85,11 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
+    def has_prefix_cache(self) -> bool:
+        """Whether blocks that nobody holds can be found again by their hash."""
+        return self._caching
+
+    @property
     def num_idle(self) -> int:
         """Blocks that nobody holds; all of them can be allocated."""
         return len(self._idle)

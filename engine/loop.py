@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 from engine.outputs import LinkOutput
 from engine.scheduler import Scheduler
-from engine.scheduler.adapter_gate import AdapterGate, AdapterMemory, AdapterStatus
+from engine.scheduler.adapter_gate import AdapterGate, AdapterMemory, AdapterStatus, Residency
 from engine.sequence import Request
 from engine.step import StepPlan, StepResult
 
@@ -67,7 +67,8 @@ class LoopStatus:
     running: int
     waiting: int
     free_blocks: int
-    adapters: tuple[AdapterStatus, ...]
+    residency: Mapping[bytes, Residency]
+    """The fastest tier of each adapter that is in memory."""
     adapter_memory: AdapterMemory
 
 
@@ -142,6 +143,14 @@ class EngineLoop:
     def status(self) -> Future[LoopStatus]:
         """The loop's state before the next step."""
         return self._ask(self._look)
+
+    def adapters(self) -> Future[list[AdapterStatus]]:
+        """Every adapter in host or device memory."""
+        return self._ask(self._gate.statuses)
+
+    def adapter(self, digest: bytes) -> Future[AdapterStatus]:
+        """One adapter; what is in no memory is said to be nowhere."""
+        return self._ask(partial(self._gate.status, digest))
 
     def prefetch(self, digest: bytes) -> Future[str]:
         """Brings an adapter to the device when there is room. The result is "", or why it cannot be.
@@ -249,7 +258,7 @@ class EngineLoop:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             free_blocks=scheduler.num_free_blocks,
-            adapters=tuple(self._gate.statuses()),
+            residency=self._gate.residency(),
             adapter_memory=self._gate.memory(),
         )
 

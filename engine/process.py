@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import logging
 import signal
 import time
 from collections.abc import Callable
 
 from adapters.leases import EngineLease
+from adapters.registry.desired import DesiredAdapters
 from engine.assembly import Core
 from engine.registration import Registration
 from engine.server import EngineServer
@@ -97,29 +99,41 @@ async def _drain(
 def _register(
     core: Core, settings: EngineSettings, service: EngineService, address: str
 ) -> Registration | None:
-    """Starts to announce the engine. Its id is its address, so that it keeps its place after a restart."""
+    """Starts to announce the engine, and to follow what is desired of it.
+
+    Its id is made of its address, so that it keeps its place after a restart, and does not tell it, since
+    tenants are shown where their adapters are.
+    """
     if settings.redis_url is None:
         logger.info("no --redis-url: gateways will not find this engine")
         return None
     info = core.model_info
+    engine_id = "engine-" + hashlib.sha256(address.encode()).hexdigest()[:8]
+    logger.info("this engine is %s, at %s", engine_id, address)
 
     async def make_lease() -> EngineLease:
         status = await service.status()
         return EngineLease(
-            engine_id=address,
+            engine_id=engine_id,
             address=address,
             model=info.name,
             model_digest=info.digest,
             max_model_len=info.max_model_len,
-            residency={adapter.digest.hex(): adapter.residency.name.lower() for adapter in status.adapters},
+            residency={digest.hex(): tier.name.lower() for digest, tier in status.residency.items()},
             running=status.running,
             waiting=status.waiting,
             free_blocks=status.free_blocks,
             draining=service.is_draining,
+            adapters=status.adapter_memory.figures(),
         )
 
+    def follow(desired: DesiredAdapters) -> None:
+        core.loop.pin(desired.pinned)
+        for digest in desired.gone:
+            core.loop.unload(digest)
+
     try:
-        registration = Registration(settings.redis_url, make_lease)
+        registration = Registration(settings.redis_url, make_lease, follow)
     except ValueError as error:
         raise ValueError(f"--redis-url: {error}") from error
     registration.start()

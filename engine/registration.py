@@ -1,4 +1,8 @@
-"""Tells gateways that this engine is here: a lease in Redis, renewed each second."""
+"""Tells gateways that this engine is here, and learns which adapters it should hold: both once a second.
+
+The lease in Redis is renewed, and the desired state read beside it. So an engine that is new, or was cut off,
+converges by itself: it brings what is pinned, and forgets what was deleted while it could not be told.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from adapters.leases import EngineLease, EngineLeases
+from adapters.registry.desired import DesiredAdapters, desired_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +31,21 @@ class Registration:
 
     Args:
         make_lease: what to say now; asked before each renewal.
+        on_desired: told after each renewal which adapters the engine should hold.
     """
 
-    def __init__(self, redis_url: str, make_lease: Callable[[], Awaitable[EngineLease]]) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        make_lease: Callable[[], Awaitable[EngineLease]],
+        on_desired: Callable[[DesiredAdapters], None],
+    ) -> None:
         self._redis = Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_SECONDS, socket_connect_timeout=REDIS_TIMEOUT_SECONDS
         )
         self._leases = EngineLeases(self._redis)
         self._make_lease = make_lease
+        self._on_desired = on_desired
         self._engine_id = ""
         self._is_lost = False
         self._stopping = asyncio.Event()
@@ -62,10 +74,14 @@ class Registration:
             await self._redis.aclose()
 
     async def renew(self) -> None:
-        """Publishes the lease once. Failures are logged when they begin and when they end."""
+        """Publishes the lease once, and passes on what is desired. Failures are logged when they begin and
+        when they end; meanwhile what was desired last stays so.
+        """
         lease = await self._make_lease()
         try:
             await self._leases.publish(lease, LEASE_SECONDS)
+            held = [bytes.fromhex(digest) for digest in lease.residency]
+            self._on_desired(await desired_adapters(self._redis, held))
         except (RedisError, OSError) as error:
             if not self._is_lost:
                 logger.warning(

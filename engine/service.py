@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from dataclasses import replace
 
 import grpc
 from grpc.aio import ServicerContext
@@ -108,8 +109,11 @@ class EngineService(pb_grpc.EngineServicer):
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: ServicerContext
     ) -> pb.ListAdaptersResponse:
-        status = await self.status()
-        return pb.ListAdaptersResponse(adapters=[_to_state(adapter) for adapter in status.adapters])
+        if request.digest:
+            await self._check_digest(request.digest, context)
+            return pb.ListAdaptersResponse(adapters=[await self._adapter_state(request.digest)])
+        adapters = await asyncio.wrap_future(self._loop.adapters())
+        return pb.ListAdaptersResponse(adapters=[_to_state(adapter) for adapter in adapters])
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
         return pb.DrainResponse(remaining=await self.drain(request.timeout_ms / 1000))
@@ -141,6 +145,8 @@ class EngineService(pb_grpc.EngineServicer):
                     abort = message.abort
                     choice = abort.choice if abort.HasField("choice") else None
                     self._loop.abort(link, abort.request_id, choice)
+                elif message.HasField("announce"):
+                    self._loop.expect(message.announce.adapter_digest)
                 if fault:
                     break
         finally:
@@ -162,12 +168,10 @@ class EngineService(pb_grpc.EngineServicer):
         return None
 
     async def _adapter_state(self, digest: bytes) -> pb.AdapterState:
-        for adapter in (await self.status()).adapters:
-            if adapter.digest == digest:
-                return _to_state(adapter)
-        on_disk = await asyncio.to_thread(self._on_disk, digest)
-        residency = Residency.DISK if on_disk else Residency.NONE
-        return _to_state(AdapterStatus(digest, residency))
+        adapter = await asyncio.wrap_future(self._loop.adapter(digest))
+        if adapter.residency is Residency.NONE and await asyncio.to_thread(self._on_disk, digest):
+            adapter = replace(adapter, residency=Residency.DISK)
+        return _to_state(adapter)
 
     async def _check_digest(self, digest: bytes, context: ServicerContext) -> None:
         if len(digest) != DIGEST_BYTES:
@@ -183,4 +187,9 @@ def _to_state(adapter: AdapterStatus) -> pb.AdapterState:
         rank=adapter.rank,
         pages=adapter.num_pages,
         references=adapter.references,
+        pinned=adapter.is_pinned,
+        hits=adapter.history.hits,
+        loads=adapter.history.loads,
+        load_seconds=adapter.history.load_seconds,
+        evictions=adapter.history.evictions,
     )

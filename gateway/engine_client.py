@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import grpc
 from redis.exceptions import RedisError
@@ -17,7 +18,14 @@ from gateway import routing, tasks
 from gateway.engine_link import EngineLink
 from gateway.engine_stream import EngineStream
 from gateway.tokenizer import Tokenizers
-from protos.engine_pb2 import ModelInfo, Submit, UnloadAdapterRequest
+from protos.engine_pb2 import (
+    AdapterState,
+    ListAdaptersRequest,
+    ModelInfo,
+    Residency,
+    Submit,
+    UnloadAdapterRequest,
+)
 from protos.engine_pb2_grpc import EngineStub
 
 logger = logging.getLogger(__name__)
@@ -25,7 +33,9 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 _POLL_TIMEOUT_S = 2.0
 _ADAPTER_CALL_TIMEOUT_S = 10.0
+_ADAPTER_STATE_TIMEOUT_S = 1.0
 _IN_MEMORY = ("device", "host")
+_HELD = (Residency.RESIDENCY_DEVICE, Residency.RESIDENCY_HOST)
 
 
 class EngineFleet:
@@ -72,6 +82,52 @@ class EngineFleet:
             for engine_id, lease in self._lease_of.items()
             if digest_hex in lease.residency
         }
+
+    def leases(self) -> list[EngineLease]:
+        """Returns the leases of the engines that live, as old as the last look."""
+        return list(self._lease_of.values())
+
+    async def adapter_states(self, digest: bytes) -> dict[str, dict[str, Any]]:
+        """Returns by engine id where an adapter is and what it has been through there.
+
+        Left out are engines that have never held it, and those that do not answer in time.
+        """
+
+        async def ask(stub: EngineStub) -> AdapterState | None:
+            try:
+                answer = await stub.ListAdapters(
+                    ListAdaptersRequest(digest=digest), timeout=_ADAPTER_STATE_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError as error:
+                logger.warning("an engine does not say where an adapter is: %s", error.details())
+                return None
+            return next(iter(answer.adapters), None)
+
+        links = {link.engine_id: link.stub for link in self._links.values() if link.stub is not None}
+        states = await asyncio.gather(*(ask(stub) for stub in links.values()))
+        found = zip(links, states, strict=True)
+        return {
+            engine_id: {
+                "tier": Residency.Name(state.residency).removeprefix("RESIDENCY_").lower(),
+                "pinned": state.pinned,
+                "hits": state.hits,
+                "loads": state.loads,
+                "load_seconds": round(state.load_seconds, 4),
+                "evictions": state.evictions,
+            }
+            for engine_id, state in found
+            if state is not None and (state.loads or state.residency in _HELD)
+        }
+
+    def announce(self, digest: bytes, model_digest: bytes) -> None:
+        """Has the engine that a request for this adapter will probably go to begin to read it.
+
+        Call it when the request comes, before its tokens are made. Does nothing when the adapter is in the
+        engine's memory, or when there is no engine.
+        """
+        link = self.choose(Submit(adapter_digest=digest), model_digest, set())
+        if link is not None and not self._candidate(link, digest.hex()).resident:
+            link.announce(digest)
 
     def open(self, submits: Sequence[Submit], *, model_digest: bytes) -> EngineStream:
         """Returns the stream of a request of one or more prompts; the caller must close it."""

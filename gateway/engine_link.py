@@ -15,6 +15,7 @@ import grpc
 from gateway.tokenizer import Tokenizers
 from protos.engine_pb2 import (
     Abort,
+    Announce,
     Finished,
     GetModelInfoRequest,
     GetTokenizerRequest,
@@ -85,7 +86,8 @@ class _Placement:
 class EngineLink:
     """Keeps one engine's stream open, and hands what comes on it to the requests' receivers.
 
-    `run` owns the connection; `submit` and `abort` only queue messages, and may be called while `ready`.
+    `run` owns the connection; `submit`, `announce` and `abort` only queue messages, and may be called while
+    `ready`.
     """
 
     def __init__(
@@ -123,6 +125,10 @@ class EngineLink:
         self._placements[request_id] = _Placement(receiver, choices, set(range(len(choices))))
         self._outbox.put_nowait(LinkRequest(submit=submit))
         return request_id
+
+    def announce(self, adapter_digest: bytes) -> None:
+        """Says that a request for an adapter is about to come."""
+        self._outbox.put_nowait(LinkRequest(announce=Announce(adapter_digest=adapter_digest)))
 
     def abort(self, request_id: int, wire_choice: int | None = None) -> None:
         """Ends one choice of a request, or all. The receiver hears nothing more of it."""

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 4, 8, 16, 32)
 _INTER_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 
 
 class Metrics:
-    """The gateway's metrics, in a registry of their own, so that several apps can live in one process."""
+    """The gateway's metrics, in a registry of their own, so that several apps can live in one process.
 
-    def __init__(self) -> None:
+    Args:
+        others: what is shown besides, such as the engines' figures.
+    """
+
+    def __init__(self, *others: Collector) -> None:
         self.registry = CollectorRegistry()
+        for other in others:
+            self.registry.register(other)
         self.requests = Counter(
             "loraplex_requests",
             "Generation requests that ended.",

@@ -74,6 +74,14 @@ class ModelResolver:
             raise nothing_is_live(name)
         return ResolvedModel(version.ref_for(caller.tenant_id), base, version)
 
+    def announce(self, model: ResolvedModel) -> None:
+        """Has an engine begin to read the adapter of a request that is about to come.
+
+        An activated adapter's requests go where their prompts do, which is not known yet.
+        """
+        if model.adapter is not None and not model.adapter.invocation_tokens:
+            self._engines.announce(model.adapter.digest, model.info.digest)
+
     async def find_adapter(self, name: str, caller: Principal) -> Resolution | None:
         """Returns what the name means to the caller, or None for nothing.
         Raises ApiError 503 when it cannot be looked up.

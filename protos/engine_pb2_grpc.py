@@ -98,15 +98,17 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Starts loading a published adapter ahead of its first request. Returns when it is on the device, or
-        with NOT_FOUND / FAILED_PRECONDITION and the reason.
+        """Brings a published adapter ahead of its first request. Returns when it is on the device, or with
+        NOT_FOUND / FAILED_PRECONDITION and the reason. It takes room that no sequence uses, and makes none:
+        while there is none it waits, for as long as the caller does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Forgets an adapter: at once when idle, else as soon as its last sequence ends.
+        """Forgets an adapter, on the engine's own disk too: at once when idle, else as soon as its last sequence
+        ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -77,6 +77,16 @@ class AdapterMemory:
     host_bytes: int = 0
     counters: AdapterCounters = field(default_factory=AdapterCounters)
 
+    def figures(self) -> dict[str, float]:
+        """All of it by name: those of the fields here, and of `AdapterCounters`."""
+        return {
+            "num_pages": self.num_pages,
+            "num_free_pages": self.num_free_pages,
+            "num_pinned_pages": self.num_pinned_pages,
+            "host_bytes": self.host_bytes,
+            **self.counters.sums(),
+        }
+
 
 @dataclass(slots=True)
 class _Claim:
@@ -186,6 +196,11 @@ class AdapterGate:
             self._claim = self._make_claim(digest, copy, leaving())
         return False
 
+    def vocab_size(self, digest: bytes) -> int:
+        """The tokens that an adapter on the device can read and draw; 0: those of the base model."""
+        adapter = self._pages.resident(digest)
+        return adapter.vocab_size if adapter else 0
+
     def acquire(self, digest: bytes) -> StepAdapter | None:
         """One more running sequence uses an adapter that `is_open`; None for the base model."""
         if not digest:
@@ -237,27 +252,35 @@ class AdapterGate:
 
     # ---- what others ask ----------------------------------------------------------------------------
 
-    def statuses(self) -> list[AdapterStatus]:
-        """Every adapter in host or device memory."""
-        on_device = self._pages.residents()
-        pinned = self._pages.pinned()
-        found = [
-            self._status(
+    def residency(self) -> dict[bytes, Residency]:
+        """The fastest tier of each adapter in host or device memory."""
+        return {
+            **dict.fromkeys(self._tiers.held(), Residency.HOST),
+            **dict.fromkeys(self._pages.residents(), Residency.DEVICE),
+        }
+
+    def status(self, digest: bytes) -> AdapterStatus:
+        """One adapter, wherever it is; what is not in memory is said to be nowhere."""
+        history = replace(self._counters.histories.get(digest, AdapterHistory()))
+        adapter = self._pages.resident(digest)
+        if adapter is not None:
+            return AdapterStatus(
                 digest,
                 Residency.DEVICE,
                 rank=adapter.rank,
                 num_pages=len(adapter.pages),
                 references=self._pages.references(digest),
-                is_pinned=digest in pinned,
+                is_pinned=digest in self._pages.pinned(),
+                history=history,
             )
-            for digest, adapter in on_device.items()
-        ]
-        found += [
-            self._status(digest, Residency.HOST, rank=copy.rank)
-            for digest, copy in self._tiers.held().items()
-            if digest not in on_device
-        ]
-        return found
+        copy = self._tiers.held().get(digest)
+        if copy is not None:
+            return AdapterStatus(digest, Residency.HOST, rank=copy.rank, history=history)
+        return AdapterStatus(digest, Residency.NONE, history=history)
+
+    def statuses(self) -> list[AdapterStatus]:
+        """Every adapter in host or device memory."""
+        return [self.status(digest) for digest in self.residency()]
 
     def memory(self) -> AdapterMemory:
         """How full the tiers are, and what has happened in them."""
@@ -274,10 +297,6 @@ class AdapterGate:
         reserved = [self._claim.digest] if self._claim is not None and self._claim.placed else []
         self._pages.check(users + reserved)
         self._tiers.check()
-
-    def _status(self, digest: bytes, residency: Residency, **more: Any) -> AdapterStatus:
-        history = self._counters.histories.get(digest, AdapterHistory())
-        return AdapterStatus(digest, residency, history=replace(history), **more)
 
     # ---- placing ------------------------------------------------------------------------------------
 
@@ -313,7 +332,7 @@ class AdapterGate:
             return False
         self._counters.copies += 1
         self._counters.copy_seconds += time.monotonic() - begin
-        if landed is not None:
+        if landed is not None and not landed():
             self._landing[digest] = landed
         if digest in self._ahead.pinned:
             self._pages.pin(digest)

@@ -24,6 +24,8 @@ from engine.scheduler.waiting import WaitingQueue
 from engine.sequence import FinishReason, Request, Sequence, Status
 from engine.step import RowResult, StepPlan, StepResult, StepRow
 
+UNKNOWN_TOKEN = "the request has a token that neither the model nor the adapter has"
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -258,6 +260,9 @@ class Scheduler:
             leaving = partial(self._steps_to_leave, seq.request.tenant)
             if not self._gate.is_open(seq.request.adapter_digest, leaving):
                 continue
+            if seq.request.vocab_size > self._gate.vocab_size(seq.request.adapter_digest):
+                self._end_all([seq, *seq.siblings], FinishReason.ERROR, UNKNOWN_TOKEN)
+                continue
             if 1 + len(seq.siblings) > seats:
                 return
             if not self._tables.admit(seq, num_running=len(self._running)):
@@ -285,7 +290,9 @@ class Scheduler:
         """By adapter, after how many steps its sequences can make room for one of a tenant; see `turns`."""
         served = self._counters.account(claimant).served
         return steps_to_leave(
-            self._running, lambda seq: self._counters.account(seq.request.tenant).served >= served
+            self._running,
+            lambda seq: self._counters.account(seq.request.tenant).served >= served,
+            is_cached=self._pool.has_prefix_cache,
         )
 
     def _yield_pages(self) -> bool:

@@ -31,6 +31,7 @@ async def create_chat_completion(
     services: Services = request.app.state.services
     body = await read_json(request, ChatRequest)
     model = await services.models.resolve(body.model, caller, user=body.user)
+    services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
     prompt = await chat_prompt(body, tokenizer, model, services.templates)
     submits = build_submits(

@@ -30,6 +30,7 @@ async def create_completion(
     services: Services = request.app.state.services
     body = await read_json(request, CompletionRequest)
     model = await services.models.resolve(body.model, caller, user=body.user)
+    services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
     prompts = await completion_prompts(body, tokenizer, model)
     submits = build_submits(

@@ -51,7 +51,15 @@ class FakeGateway:
         def show(name: str) -> Response:
             if name not in self.adapters:
                 return _error(404, f"There is no adapter '{name}'.")
-            more = {"versions": self.adapters[name], "grants": [], "residency": {"engine-1": "device"}}
+            state = {
+                "tier": "device",
+                "pinned": True,
+                "hits": 5,
+                "loads": 2,
+                "load_seconds": 0.02,
+                "evictions": 1,
+            }
+            more = {"versions": self.adapters[name], "grants": [], "engines": {"engine-1": state}}
             return JSONResponse(self._meaning(name) | more)
 
         @app.delete("/v1/adapters/{name}")

@@ -109,7 +109,10 @@ def test_lists_and_shows(gateway: FakeGateway, folder: Path, run: Run) -> None:
     shown = run("show", "sql")
     assert shown.out.startswith(f"sql@2  sha256:{'ab' * 32}\nsql means sql@2\n")
     assert re.findall(r"^sql@\d", shown.out, re.MULTILINE) == ["sql@2", "sql@1", "sql@2"]
-    assert "2023-11-14" in shown.out and shown.out.endswith("loaded on engine-1: device\n")
+    assert "2023-11-14" in shown.out and shown.out.endswith(
+        "on engine-1: device, pinned; requests that found it loaded: 5; loads: 2, the last in 0.020 s; "
+        "evictions: 1\n"
+    )
 
 
 def test_delete_asks_first(

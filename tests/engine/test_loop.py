@@ -17,9 +17,9 @@ from engine.step import StepPlan
 class Running:
     """A loop in its thread, and what it has delivered."""
 
-    def __init__(self, engine: Engine, news: threading.Event) -> None:
+    def __init__(self, engine: Engine, news: threading.Event, *, overlap: bool) -> None:
         self.engine = engine
-        self.loop = EngineLoop(engine.scheduler, engine.runner, engine.gate, news)
+        self.loop = EngineLoop(engine.scheduler, engine.runner, engine.gate, news, overlap=overlap)
         self.fatal = threading.Event()
         self.deliveries: list[Mapping[Hashable, LinkOutput]] = []
         self.loop.start(self.deliveries.append, self.fatal.set)
@@ -47,11 +47,11 @@ class Running:
             time.sleep(0.001)
 
 
-@pytest.fixture
-def running() -> Iterator[Running]:
+@pytest.fixture(params=[False, True], ids=["in-turn", "overlapped"])
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     news = threading.Event()
     engine = make_engine(wake=news.set)
-    made = Running(engine, news)
+    made = Running(engine, news, overlap=request.param)
     yield made
     made.loop.stop()
     engine.close()
@@ -145,11 +145,13 @@ def test_status_prefetch_and_unload_are_answered(running: Running) -> None:
     assert running.loop.prefetch(digest).result(10) == ""
     status = running.loop.status().result(10)
     assert (status.running, status.waiting, status.free_blocks) == (0, 0, 64)
-    (adapter,) = status.adapters
+    (adapter,) = running.loop.adapters().result(10)
+    assert status.residency == {digest: adapter.residency}
+    assert adapter == running.loop.adapter(digest).result(10)
     assert (adapter.digest, adapter.rank, adapter.num_pages) == (digest, 20, 2)
     assert "no such adapter" in running.loop.prefetch(digest_of("missing")).result(10)
     running.loop.unload(digest)
-    running.wait_for(lambda: not running.loop.status().result(10).adapters)
+    running.wait_for(lambda: not running.loop.status().result(10).residency)
 
 
 def test_a_closed_link_frees_everything_within_a_step(running: Running) -> None:

@@ -117,7 +117,7 @@ def test_an_engine_serves_is_announced_drains_and_ends(model: Path, tmp_path: Pa
             answers = stub.Link(messages())
             tokens = list(next(answers).tokens)
             deadline = time.monotonic() + 5
-            while not any(address in str(key) for key in redis.scan_iter("loraplex:*")):
+            while not any("lease:engine-" in str(key) for key in redis.scan_iter("loraplex:*")):
                 assert time.monotonic() < deadline, "a lease is there"
                 time.sleep(0.02)
             process.popen.send_signal(signal.SIGTERM)

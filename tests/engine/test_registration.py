@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 
@@ -10,6 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters.leases import EngineLease, EngineLeases
+from adapters.registry.desired import DesiredAdapters
+from adapters.registry.scripts import PINS, REFERENCES
 from engine import registration as registration_module
 from engine.registration import Registration
 
@@ -18,6 +21,10 @@ def lease(running: int = 0) -> EngineLease:
     return EngineLease(
         "127.0.0.1:1", "127.0.0.1:1", "model", b"m" * 32, 512, {"ab": "device"}, running=running
     )
+
+
+def ignore(desired: DesiredAdapters) -> None:
+    """Stands for an engine that need not know what it should hold."""
 
 
 async def live(url: str) -> list[EngineLease]:
@@ -34,7 +41,7 @@ async def test_the_lease_is_renewed_and_withdrawn(valkey_url: str, monkeypatch: 
         count += 1
         return lease(running=count)
 
-    registration = Registration(valkey_url, make_lease)
+    registration = Registration(valkey_url, make_lease, ignore)
     registration.start()
     async with asyncio.timeout(10):
         while count < 3:
@@ -56,7 +63,7 @@ async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
-    registration = Registration(closed, make_lease)
+    registration = Registration(closed, make_lease, ignore)
     for _ in range(3):
         await registration.renew()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -79,7 +86,7 @@ async def test_stopping_without_redis_ends(caplog: pytest.LogCaptureFixture) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
-    registration = Registration(closed, make_lease)
+    registration = Registration(closed, make_lease, ignore)
     registration.start()
     await asyncio.sleep(0.05)
     async with asyncio.timeout(5):
@@ -96,8 +103,28 @@ async def test_a_stop_at_any_moment_of_a_renewal_withdraws_and_ends(
 
     async with asyncio.timeout(30):
         for moment in range(60):
-            registration = Registration(valkey_url, make_lease)
+            registration = Registration(valkey_url, make_lease, ignore)
             registration.start()
             await asyncio.sleep(0.003 + moment * 0.0001)
             await registration.stop()
             assert await live(valkey_url) == []
+
+
+async def test_what_is_desired_is_told_with_each_renewal(valkey_url: str) -> None:
+    pinned, kept, gone = (bytes([number]) * 32 for number in range(3))
+    told: list[DesiredAdapters] = []
+
+    async def make_lease() -> EngineLease:
+        return dataclasses.replace(lease(), residency={kept.hex(): "device", gone.hex(): "host"})
+
+    registration = Registration(valkey_url, make_lease, told.append)
+    async with Redis.from_url(valkey_url) as redis:
+        await redis.delete(PINS, REFERENCES)
+        await registration.renew()
+        assert told[-1] == DesiredAdapters(frozenset(), frozenset()), "an empty Redis knows nothing"
+        await redis.hset(PINS, mapping={"acme/sql": pinned.hex(), "acme/law": pinned.hex()})
+        await redis.hset(REFERENCES, mapping={kept.hex(): 2, pinned.hex(): 1})
+        await registration.renew()
+        assert told[-1] == DesiredAdapters(frozenset({pinned}), frozenset({gone}))
+        await redis.delete(PINS, REFERENCES)
+    await registration.stop()

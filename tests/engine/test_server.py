@@ -298,6 +298,58 @@ async def test_adapters_are_loaded_listed_and_unloaded() -> None:
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_one_adapter_is_shown_with_what_it_has_been_through() -> None:
+    async with serve() as serving:
+        digest = serving.engine.store.add("a", rank=20)
+        client = Client(serving.stub.Link())
+        for number in (1, 2):
+            await client.submit(number, adapter="a")
+            await client.read_until_ended((number, 0))
+        (state,) = (await serving.stub.ListAdapters(pb.ListAdaptersRequest(digest=digest))).adapters
+        assert (state.residency, state.loads, state.hits) == (pb.RESIDENCY_DEVICE, 1, 1)
+        assert state.load_seconds > 0 and not state.pinned
+        missing = pb.ListAdaptersRequest(digest=digest_of("missing"))
+        (state,) = (await serving.stub.ListAdapters(missing)).adapters
+        assert state.residency == pb.RESIDENCY_NONE and state.loads == 0
+        client.call.cancel()
+
+
+async def test_an_announced_adapter_is_read_before_its_request_comes() -> None:
+    async with serve() as serving:
+        digest = serving.engine.store.add("a")
+        client = Client(serving.stub.Link())
+        await client.call.write(pb.LinkRequest(announce=pb.Announce(adapter_digest=digest)))
+
+        async def is_in_host_memory() -> bool:
+            (state,) = (await serving.stub.ListAdapters(pb.ListAdaptersRequest(digest=digest))).adapters
+            return state.residency == pb.RESIDENCY_HOST
+
+        await serving.wait_for(is_in_host_memory)
+        await client.submit(1, adapter="a")
+        await client.read_until_ended((1, 0))
+        assert serving.engine.store.reads == [digest]
+        client.call.cancel()
+
+
+async def test_a_load_that_its_caller_gave_up_is_forgotten() -> None:
+    async with serve() as serving:
+        stub, store = serving.stub, serving.engine.store
+        client = Client(stub.Link())
+        store.add("large", rank=64)
+        await client.submit(1, adapter="large", max_tokens=2000)
+        await client.read()
+        digest = store.add("a")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.LoadAdapter(pb.LoadAdapterRequest(digest=digest), timeout=0.3)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+        async def is_forgotten() -> bool:
+            return not serving.engine.gate._ahead.wants(digest)
+
+        await serving.wait_for(is_forgotten)
+        client.call.cancel()
+
+
 async def test_drain_refuses_waits_and_reports_what_is_left() -> None:
     async with serve(step_s=0.005) as serving:
         client = Client(serving.stub.Link())

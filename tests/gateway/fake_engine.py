@@ -105,6 +105,8 @@ class FakeEngine(EngineServicer):
     aborts: list[pb.Abort] = field(default_factory=list)
     running: dict[tuple[int, int], Choice] = field(default_factory=dict)
     unloaded: list[bytes] = field(default_factory=list)
+    announced: list[bytes] = field(default_factory=list)
+    states: dict[bytes, pb.AdapterState] = field(default_factory=dict)
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -146,6 +148,12 @@ class FakeEngine(EngineServicer):
         for name, data in TOKENIZER_FILES.items():
             for at in range(0, len(data), 4096):
                 yield pb.FileChunk(name=name, data=data[at : at + 4096])
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: object
+    ) -> pb.ListAdaptersResponse:
+        nowhere = pb.AdapterState(digest=request.digest)
+        return pb.ListAdaptersResponse(adapters=[self.states.get(request.digest, nowhere)])
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: object) -> pb.AdapterState:
         self.unloaded.append(request.digest)
@@ -193,6 +201,8 @@ class FakeEngine(EngineServicer):
             if message.HasField("submit"):
                 self.submits.append(message.submit)
                 early.append(self._admit(message.submit, choices))
+            elif message.HasField("announce"):
+                self.announced.append(message.announce.adapter_digest)
             else:
                 self.aborts.append(message.abort)
                 for key in [key for key in choices if _matches(key, message.abort)]:
