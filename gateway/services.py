@@ -14,6 +14,7 @@ from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.auth import Authenticator
 from gateway.engine_client import EngineFleet
+from gateway.engine_metrics import EngineMetrics
 from gateway.housekeeping import housekeeping
 from gateway.keys import Keys
 from gateway.metrics import Metrics
@@ -91,7 +92,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             own_tokenizers=OwnTokenizers(tokenizers, partial(read_file, store)),
             templates=templates,
             models=ModelResolver(registry, engines),
-            metrics=Metrics(),
+            metrics=Metrics(EngineMetrics(engines.leases)),
             upload_slots=UploadSlots(settings.uploads_per_tenant),
             upload_sessions=UploadSessions(store.scratch, settings.uploads_per_tenant),
             upload_transfers=UploadTransfers(),
