@@ -25,7 +25,7 @@ from gateway.adapter_objects import own_name, own_ref, version_object
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_of
 from gateway.errors import ApiError, unavailable
-from gateway.publication import model_for_uploads, store_faults
+from gateway.publication import model_for_uploads
 from gateway.services import Services
 
 router = APIRouter(prefix="/v1/adapters/{name}", tags=["adapters"])
@@ -119,14 +119,13 @@ async def _files_of(services: Services, version: AdapterVersion) -> dict[str, di
 
 @asynccontextmanager
 async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
-    async with store_faults():
-        try:
-            yield
-        except BlobNotFound as error:
-            refs = " or ".join(version.ref for version in versions)
-            logger.error("the store has lost %s: %s", refs, error)
-            message = f"The files of {refs} cannot be read. Tell your operator."
-            raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
+    try:
+        yield
+    except (OSError, BlobNotFound) as error:
+        refs = " or ".join(version.ref for version in versions)
+        logger.error("the files of %s cannot be read: %s", refs, error)
+        message = f"The files of {refs} cannot be read at the moment. Try again later, or tell your operator."
+        raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
 
 
 def _files(store: BlobStore, digest: bytes) -> dict[str, dict[str, Any]]:

@@ -64,7 +64,8 @@ class Engines:
         return {"engine-1": "device"}
 
     async def adapter_states(self, digest: bytes) -> dict[str, dict[str, Any]]:
-        return {"engine-1": {"tier": "device", "loads": 2}}
+        counts = {"hits": 3, "loads": 2, "evictions": 1, "load_seconds": 0.25}
+        return {"engine-1": {"tier": "device", "pinned": False, **counts}}
 
     async def unload(self, digest: bytes) -> None:
         self.unloaded.append(digest)

@@ -223,13 +223,13 @@ async def test_what_can_be_no_name_is_not_found(plane: ControlPlane) -> None:
 
 async def test_uploads_at_once_are_versions_of_their_own(plane: ControlPlane) -> None:
     acme = await plane.tenant("acme")
-    made = await asyncio.gather(*(upload(plane, acme, seed) for seed in range(6)))
-    assert sorted(item["version"] for item in made) == [1, 2, 3, 4, 5, 6]
+    made = await asyncio.gather(*(upload(plane, acme, seed) for seed in range(4)))
+    assert sorted(item["version"] for item in made) == [1, 2, 3, 4]
     shown = await done(plane, acme, "GET", "sql")
     assert {item["version"]: item["digest"] for item in shown["versions"]} == {
         item["version"]: item["digest"] for item in made
     }
-    assert shown["live"] == 6 and len(set(plane.blobs())) == 6
+    assert shown["live"] == 4 and len(set(plane.blobs())) == 4
 
 
 async def test_the_store_has_a_record_of_each_change(plane: ControlPlane) -> None:

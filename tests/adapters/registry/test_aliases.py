@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from adapters.model_ref import ModelRef
 from adapters.registry import AdapterConflict, AdapterNotFound, Registry, Resolution
-from adapters.registry.pins import pinned_digests
+from adapters.registry.desired import desired_adapters
 from tests.adapters.registry.builders import ONE, THREE, TWO, meaning, summary
 
 
@@ -161,23 +161,23 @@ async def test_what_can_be_no_canary(registry: Registry) -> None:
 
 async def test_a_pin_follows_the_live_version(registry: Registry, redis: Redis) -> None:
     await three_versions(registry)
-    assert await pinned_digests(redis) == frozenset()
+    assert (await desired_adapters(redis, [])).pinned == frozenset()
     await registry.aliases.pin("acme", "sql", quota=1)
     await registry.aliases.pin("acme", "sql", quota=1)
-    assert await pinned_digests(redis) == {THREE.digest}
+    assert (await desired_adapters(redis, [])).pinned == {THREE.digest}
     await registry.aliases.promote("acme", "sql", 1)
-    assert await pinned_digests(redis) == {ONE.digest}
+    assert (await desired_adapters(redis, [])).pinned == {ONE.digest}
     await registry.aliases.rollback("acme", "sql")
     await registry.add_version("acme", "sql", TWO)
-    assert await pinned_digests(redis) == {TWO.digest}
+    assert (await desired_adapters(redis, [])).pinned == {TWO.digest}
     await registry.rename("acme", "sql", "new")
-    assert await pinned_digests(redis) == {TWO.digest}
+    assert (await desired_adapters(redis, [])).pinned == {TWO.digest}
     await registry.aliases.unpin("acme", "new")
     await registry.aliases.unpin("acme", "new")
-    assert await pinned_digests(redis) == frozenset()
+    assert (await desired_adapters(redis, [])).pinned == frozenset()
     await registry.aliases.pin("acme", "new", quota=1)
     await registry.delete("acme", "new")
-    assert await pinned_digests(redis) == frozenset()
+    assert (await desired_adapters(redis, [])).pinned == frozenset()
 
 
 async def test_pins_have_a_quota_by_tenant(registry: Registry, redis: Redis) -> None:
@@ -189,7 +189,7 @@ async def test_pins_have_a_quota_by_tenant(registry: Registry, redis: Redis) -> 
         [refused] = [answer for answer in answers if answer is not None]
         assert isinstance(refused, AdapterConflict) and refused.code == "pin_quota_exceeded"
         assert "has pinned 2 adapters" in refused.message
-    assert len(await pinned_digests(redis)) == 4
+    assert len((await desired_adapters(redis, [])).pinned) == 4
 
 
 async def test_what_is_only_staged_is_not_pinned(registry: Registry) -> None:

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters.registry import Registry
-from adapters.registry.pins import pinned_digests
+from adapters.registry.desired import desired_adapters
 from adapters.registry.records import digests_of
 from tests.adapters.registry.builders import ONE, THREE, TWO, meaning
 
@@ -66,7 +66,7 @@ async def test_a_redis_that_was_lost_is_rebuilt_exactly(registry: Registry, redi
     assert await registry.records.outdated() == []
     assert [await registry.records.restore(copy) for copy in copies] == [False] * 4
     assert await snapshot(redis) == before
-    assert await pinned_digests(redis) == {TWO.digest}
+    assert (await desired_adapters(redis, [])).pinned == {TWO.digest}
     assert (await registry.add_version("acme", "gone", ONE)).version == 2
     await registry.rename("acme", "new", "old")
 
