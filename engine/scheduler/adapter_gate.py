@@ -157,8 +157,8 @@ class AdapterGate:
         if self._landing:
             self._landing = {digest: landed for digest, landed in self._landing.items() if not landed()}
         self._advance_claim(num_waiting)
-        self._drop_loads_nobody_wants(num_waiting)
         self._bring_ahead(num_waiting)
+        self._drop_loads_nobody_wants(num_waiting)
         for digest in [digest for digest in self._unloading if not num_waiting(digest)]:
             self._forget_if_unused(digest)
 

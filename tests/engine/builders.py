@@ -8,6 +8,7 @@ prefix. So a test that runs against it checks sharing, copying, preemption and a
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -58,6 +59,7 @@ def make_request(
     max_tokens: int = 8,
     adapter: str = "",
     adapter_start: int = 0,
+    vocab_size: int = 0,
     scope: str = "scope",
     n: int = 1,
     output: Sequence[int] = (),
@@ -84,6 +86,7 @@ def make_request(
         block_root=root_hash(MODEL_DIGEST, "float32", b"" if adapter_start else digest, scope.encode()),
         adapter_digest=digest,
         adapter_start=adapter_start,
+        vocab_size=vocab_size,
         tenant=tenant,
         weight=weight,
         priority=priority,
@@ -172,6 +175,11 @@ class FakeRunner:
         if adapter.ends_bytes:
             assert pages[0] not in self.ends, "what another adapter had there was not dropped"
             self.ends[pages[0]] = adapter.ends_bytes
+
+    def flush(self) -> None:
+        """Lets the device do all that it has yet to do."""
+        while self.queue:
+            self.queue.popleft()()
 
     def drop_adapter(self, pages: Sequence[int]) -> None:
         self.queue.append(lambda: self._drop(pages))
@@ -400,3 +408,26 @@ def make_engine(
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_num_waiting)
     scheduler = Scheduler(limits, pool, gate, clock=clock)
     return Engine(scheduler, runner, store, tiers, pages, pool, gate, depth)
+
+
+def step_until(engine: Engine, number: int, most: int = 2000) -> int:
+    """Steps until a request has started; returns how many steps that took."""
+    for steps in range(1, most):
+        if not engine.step().rows:
+            engine.wait_for_loads()
+        if ("link", number) in engine.started:
+            return steps
+    raise AssertionError("it never started")
+
+
+def hold_reads(engine: Engine) -> threading.Event:
+    """Makes loads take until the event is set."""
+    released = threading.Event()
+    read = engine.store.read
+
+    def slow_read(digest: bytes) -> FakeAdapter:
+        assert released.wait(10)
+        return read(digest)
+
+    engine.tiers._read = slow_read
+    return released

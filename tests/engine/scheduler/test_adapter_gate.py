@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
-from builders import Engine, FakeAdapter, expected_output, make_engine, make_request
+from builders import expected_output, hold_reads, make_engine, make_request, step_until
 
 from engine.adapter_tiers import MAX_LOADS
 from engine.host_copy import HostCopy
 from engine.scheduler.adapter_gate import Residency
-
-
-def step_until(engine: Engine, number: int, most: int = 2000) -> int:
-    """Steps until a request has started; returns how many steps that took."""
-    for steps in range(1, most):
-        if not engine.step().rows:
-            engine.wait_for_loads()
-        if ("link", number) in engine.started:
-            return steps
-    raise AssertionError("it never started")
-
-
-def hold_reads(engine: Engine) -> threading.Event:
-    """Makes loads take until the event is set."""
-    released = threading.Event()
-    read = engine.store.read
-
-    def slow_read(digest: bytes) -> FakeAdapter:
-        assert released.wait(10)
-        return read(digest)
-
-    engine.tiers._read = slow_read
-    return released
 
 
 def test_nobody_waits_for_another_ones_load() -> None:

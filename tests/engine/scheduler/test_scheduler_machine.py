@@ -11,9 +11,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.scheduler import turns
+from engine.scheduler.turns import LEAST_TURN
 from engine.sequence import Request
 
-ADAPTERS = {"small": 8, "same": 16, "medium": 20, "large": 48, "poison": 8, "too-large": 200, "missing": 8}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "small": {"rank": 8},
+    "same": {"rank": 16},
+    "medium": {"rank": 20},
+    "large": {"rank": 48},
+    "vectors": {"rank": 15, "has_vectors": True},
+    "ends": {"rank": 8, "ends_bytes": 60},
+    "other-ends": {"rank": 8, "ends_bytes": 50, "has_vectors": True},
+    "poison": {"rank": 8, "poison": True},
+    "too-large": {"rank": 200},
+    "missing": {},
+}
+ENDS_BYTES = 100
 LINKS = ("gateway-1", "gateway-2")
 
 
@@ -73,9 +87,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         host_bytes=st.sampled_from([100, 1000]),
         depth=st.sampled_from([0, 1]),
+        turn=st.sampled_from([2, 10]),
     )
     def start(
-        self, num_blocks: int, num_seqs: int, budget: int, caching: bool, host_bytes: int, depth: int
+        self,
+        num_blocks: int,
+        num_seqs: int,
+        budget: int,
+        caching: bool,
+        host_bytes: int,
+        depth: int,
+        turn: int,
     ) -> None:
         self.now = 0.0
         self.engine = make_engine(
@@ -86,15 +108,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_waiting=30,
             enable_prefix_caching=caching,
             host_bytes=host_bytes,
+            ends_bytes=ENDS_BYTES,
             depth=depth,
             clock=lambda: self.now,
         )
         self.threads = ManualThreads()
         self.engine.tiers.close()
         self.engine.tiers._pool = self.threads  # type: ignore[assignment]
-        for name, rank in ADAPTERS.items():
+        for name, properties in ADAPTERS.items():
             if name != "missing":
-                self.engine.store.add(name, rank, poison=name == "poison")
+                self.engine.store.add(name, **properties)
+        self.pins: set[bytes] = set()
+        self.prefetches: list[Future[str]] = []
+        turns.LEAST_TURN = turn
         self.requests: dict[tuple[str, int], Request] = {}
         self.number = 0
 
@@ -142,11 +168,36 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self, count: int) -> None:
         for _ in range(count):
+            pinned = self.engine.pages.pinned()
             plan = self.engine.step()
             self.now += 1.0
+            self._check_adapters(pinned)
             if not plan.rows and not self.threads.waiting:
                 again = self.engine.step()
                 assert again.rows or not self.engine.scheduler.num_waiting, "somebody waits, for nothing"
+
+    def _check_adapters(self, were_pinned: frozenset[bytes]) -> None:
+        """What holds after each step, worked out anew from what is here, without the gate's own books."""
+        engine = self.engine
+        residents = engine.pages.residents()
+        sizes = {digest: engine.store.adapters[digest] for digest in residents}
+        assert sum(sizes[digest].num_pages for digest in residents) <= engine.pages.num_pages
+        assert sum(sizes[digest].ends_bytes for digest in residents) <= ENDS_BYTES
+        for seq in engine.scheduler._running:
+            if seq.adapter is not None:
+                assert residents[seq.request.adapter_digest] == seq.adapter, "its pages were given away"
+        for digest in were_pinned & self.pins - residents.keys():
+            others = [engine.store.adapters[other] for other in were_pinned]
+            assert any(
+                copy.num_pages + sum(other.num_pages for other in others) > engine.pages.num_pages
+                or copy.ends_bytes + sum(other.ends_bytes for other in others) > ENDS_BYTES
+                for copy in sizes.values()
+            ), f"{digest.hex()} was pinned, and went for one that would have had room"
+        for digest in engine.tiers.loading():
+            waits = any(seq.request.adapter_digest == digest for seq in engine.scheduler._waiting)
+            assert waits or engine.gate._ahead.wants(digest), "a load that nobody wants"
+        assert set(engine.tiers.held()) <= set(engine.store.reads)
+        assert engine.runner.ends.keys() <= set(range(engine.pages.num_pages))
 
     @precondition(lambda self: self.threads.waiting)
     @rule(data=st.data())
@@ -160,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.scheduler.abort(link, number, choice)
 
     @rule(
-        what=st.sampled_from(["disconnect", "failure", "unload", "unload", "prefetch", "prefetch"]),
+        what=st.sampled_from(["disconnect", "failure", "unload", "prefetch", "give-up", "pin", "expect"]),
         link=st.sampled_from(LINKS),
         adapter=st.sampled_from(sorted(ADAPTERS)),
     )
@@ -175,8 +226,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.fail(plan, "it broke")
         elif what == "unload":
             gate.unload(digest_of(adapter))
+        elif what == "prefetch":
+            self.prefetches.append(Future())
+            gate.prefetch(digest_of(adapter), self.prefetches[-1])
+        elif what == "give-up":
+            self.prefetches = [prefetch for prefetch in self.prefetches if not prefetch.cancel()]
+        elif what == "pin":
+            self.pins ^= {digest_of(adapter)}
+            gate.pin(frozenset(self.pins))
         else:
-            gate.prefetch(digest_of(adapter), Future())
+            gate.expect(digest_of(adapter))
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
@@ -196,9 +255,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         self.engine.step()
         self.engine.check_all_free()
+        turns.LEAST_TURN = LEAST_TURN
+        self._check_that_all_can_go()
         for (link, number), request in self.requests.items():
             for choice in range(len(request.sampling)):
                 self._check_answer((link, number, choice), request, choice)
+
+    def _check_that_all_can_go(self) -> None:
+        """Unloads everything: nothing stays behind, in whatever tier."""
+        engine = self.engine
+        engine.gate.pin(frozenset())
+        for prefetch in self.prefetches:
+            prefetch.cancel()
+        for name in ADAPTERS:
+            engine.gate.unload(digest_of(name))
+        for _ in range(20):
+            engine.step()
+            while self.threads.waiting:
+                self.threads.run()
+        engine.runner.flush()
+        assert engine.gate.statuses() == [] and engine.tiers.host_bytes == 0 and not engine.tiers.is_loading
+        assert engine.store.local == set() and engine.runner.ends == {}
+        assert engine.pages.num_free == engine.pages.num_pages
 
     def _check_answer(self, key: tuple[str, int, int], request: Request, choice: int) -> None:
         reason, error = self.engine.finished[key]
@@ -215,5 +293,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, database=None
 )

@@ -1,0 +1,126 @@
+"""Adapters that take turns in too little room: who yields, when, and to whom."""
+
+from __future__ import annotations
+
+import pytest
+from builders import Engine, expected_output, make_engine, make_request
+
+from engine.scheduler.turns import LEAST_TURN
+
+SLACK = 6
+"""Steps that a swap takes besides the turn: the load, the claim, the placing, the admission."""
+
+
+def steps_until_started(engine: Engine, *numbers: int, most: int = 3000) -> dict[int, int]:
+    """Steps until these requests have started; returns after how many steps each had."""
+    started: dict[int, int] = {}
+    for count in range(1, most):
+        if not engine.step().rows:
+            engine.wait_for_loads()
+        started |= {n: count for n in numbers if ("link", n) in engine.started and n not in started}
+        if len(started) == len(numbers):
+            return started
+    raise AssertionError(f"only {sorted(started)} started")
+
+
+def bring(engine: Engine, *names: str) -> None:
+    """Has adapters in host memory, so that steps need not wait for threads."""
+    for name in names:
+        engine.tiers.want(engine.store.add(name, 16))
+        while engine.tiers.is_loading:
+            engine.wait_for_loads()
+            engine.tiers.poll()
+
+
+def test_a_long_answer_yields_after_its_turn_and_goes_on_later() -> None:
+    engine = make_engine(num_pages=1, num_blocks=200)
+    bring(engine, "a", "b")
+    requests = {1: make_request(5, request_id=1, adapter="a", max_tokens=400)}
+    engine.scheduler.add(requests[1])
+    steps_until_started(engine, 1)
+    requests[2] = make_request(5, request_id=2, adapter="b", max_tokens=400)
+    engine.scheduler.add(requests[2])
+    assert steps_until_started(engine, 2)[2] <= LEAST_TURN + SLACK
+    assert len(engine.tokens["link", 1, 0]) >= LEAST_TURN
+    steps = engine.run()
+    for number, request in requests.items():
+        assert engine.tokens["link", number, 0] == expected_output(request)
+    yields = engine.tiers.counters.yields
+    assert 10 <= yields <= 2 * 400 // LEAST_TURN, "turns are taken to the end, and are long enough"
+    assert steps <= 800 + (SLACK + 2) * yields
+    engine.check_all_free()
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_many_adapters_in_little_room_all_start_soon_and_none_is_left_out(depth: int) -> None:
+    engine = make_engine(num_pages=2, num_blocks=400, max_num_seqs=16, depth=depth)
+    names = [f"adapter-{number}" for number in range(8)]
+    bring(engine, *names)
+    requests = [
+        make_request(
+            5 + number, request_id=number, adapter=names[number % 8], max_tokens=150, n=1 + number % 2
+        )
+        for number in range(16)
+    ]
+    for request in requests:
+        engine.scheduler.add(request)
+    started = steps_until_started(engine, *range(16))
+    # Two pages for eight adapters: the last one's first turn comes after three of the others'.
+    assert max(started.values()) <= 4 * (LEAST_TURN + 2 * SLACK)
+    engine.run()
+    for request in requests:
+        for choice in range(len(request.sampling)):
+            assert engine.tokens["link", request.request_id, choice] == expected_output(request, choice)
+    engine.check_all_free()
+    engine.close()
+
+
+def test_who_has_been_served_less_does_not_yield() -> None:
+    engine = make_engine(num_pages=1, num_blocks=400)
+    bring(engine, "mine", "cold")
+    engine.scheduler.add(make_request(5, request_id=1, adapter="mine", tenant="small", max_tokens=200))
+    engine.scheduler.add(make_request(5, request_id=2, tenant="large", max_tokens=600))
+    engine.scheduler.add(make_request(5, request_id=3, tenant="large", max_tokens=600))
+    steps_until_started(engine, 1, 2, 3)
+    engine.scheduler.add(make_request(5, request_id=4, adapter="cold", tenant="large", max_tokens=10))
+    while ("link", 1, 0) not in engine.finished:
+        engine.step()
+    assert ("link", 4) not in engine.started and engine.tiers.counters.yields == 0
+    assert steps_until_started(engine, 4)[4] <= SLACK
+    engine.close()
+
+
+def test_a_claim_does_not_make_the_adapters_of_others_wait_longer_than_a_turn() -> None:
+    engine = make_engine(num_pages=2, num_blocks=400, max_num_seqs=16)
+    bring(engine, "a", "b", "c")
+    for number, name in enumerate("ab"):
+        engine.scheduler.add(make_request(5, request_id=number, adapter=name, max_tokens=1000))
+    steps_until_started(engine, 0, 1)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="c", max_tokens=1000))
+    engine.scheduler.add(make_request(5, request_id=3, adapter="a", max_tokens=5))
+    engine.scheduler.add(make_request(5, request_id=4, adapter="b", max_tokens=5))
+    assert max(steps_until_started(engine, 2, 3, 4).values()) <= 2 * (LEAST_TURN + SLACK)
+    engine.close()
+
+
+def test_without_a_prefix_cache_short_answers_are_not_computed_again() -> None:
+    engine = make_engine(num_pages=1, num_blocks=200, enable_prefix_caching=False)
+    bring(engine, "a", "b")
+    engine.scheduler.add(make_request(100, request_id=1, adapter="a", max_tokens=200))
+    steps_until_started(engine, 1)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="b", max_tokens=5))
+    engine.run()
+    assert engine.tiers.counters.yields == 0
+    engine.close()
+
+
+def test_a_long_context_has_a_longer_turn() -> None:
+    engine = make_engine(num_pages=1, num_blocks=400, max_num_batched_tokens=512)
+    bring(engine, "a", "b")
+    engine.scheduler.add(make_request(2000, request_id=1, adapter="a", max_tokens=400))
+    steps_until_started(engine, 1)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="b", max_tokens=5))
+    steps_until_started(engine, 2)
+    assert 2000 // 16 <= len(engine.tokens["link", 1, 0]) <= 2400 // 16 + SLACK
+    engine.close()
