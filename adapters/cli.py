@@ -30,6 +30,7 @@ from adapters.errors import InvalidAdapter
 from adapters.identity import InvalidName, check_name
 from adapters.model_ref import parse_own_ref
 from adapters.precheck import precheck
+from adapters.upload_client import LocalAdapter
 
 _HELP = """Check, upload, version, share and delete LoRA adapters on a Loraplex gateway.
 
@@ -89,11 +90,14 @@ def upload(
 ) -> None:
     """Upload an adapter as a new version of a name, which then means this version.
 
+    An upload that broke off goes on where it was when the same command is run again. Files that you have
+    uploaded before are not sent.
+
     Example: adapters upload ./pirate --name pirate
     """
     check_name(name)
     precheck(folder)
-    total = sum((folder / file).stat().st_size for file in (CONFIG_FILE, WEIGHTS_FILE))
+    total = LocalAdapter(folder, name).nbytes
     with connect(url, api_key) as client, progress_bar() as progress:
         task = progress.add_task(f"uploading {name}", total=total)
 

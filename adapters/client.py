@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from adapters.upload_client import LocalAdapter, UploadInterrupted, UploadRefused, upload
 
 _PIECE_BYTES = 1024 * 1024
 _CONNECT_S = 10.0
@@ -75,24 +75,22 @@ class AdaptersClient:
         promote: bool = True,
         on_sent: Callable[[int], None],
     ) -> dict[str, Any]:
-        """Streams the two files of an adapter; memory stays
-        flat. `on_sent` gets the bytes sent since its last call.
+        """Streams the files of an adapter; memory stays flat. What the tenant has uploaded before is not
+        sent, and what broke off goes on. `on_sent` gets the bytes sent since its last call.
 
         Returns the new version as the server describes it.
         """
-        # Learns of a bad URL or key before gigabytes are on their way.
+        # Learns of a bad URL or key before gigabytes are read and hashed.
         self._call("GET", "/v1/adapters")
-        form = {"name": name} | ({"allow_zero": "true"} if allow_zero else {})
-        form |= {} if promote else {"promote": "false"}
-        with ExitStack() as stack:
-            parts = [
-                ("files", (file, stack.enter_context(_Counted(folder / file, on_sent)), kind))
-                for file, kind in (
-                    (CONFIG_FILE, "application/json"),
-                    (WEIGHTS_FILE, "application/octet-stream"),
-                )
-            ]
-            return self._call("POST", "/v1/adapters", data=form, files=parts)
+        with self._answers():
+            try:
+                return upload(self._http, LocalAdapter(folder, name, allow_zero, promote), on_sent)
+            except UploadRefused as refused:
+                raise _refusal(refused.answer) from None
+            except UploadInterrupted as interrupted:
+                raise ClientError(str(interrupted), Exit.UNREACHABLE) from None
+            except json.JSONDecodeError:
+                raise self._not_a_gateway() from None
 
     def base(self) -> dict[str, Any]:
         """Returns the shape of the base model, which an adapter must fit."""
@@ -138,8 +136,11 @@ class AdaptersClient:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ClientError(f"What answers at {self._url} is not a Loraplex gateway.", Exit.UNREACHABLE)
+            raise self._not_a_gateway()
         return value
+
+    def _not_a_gateway(self) -> ClientError:
+        return ClientError(f"What answers at {self._url} is not a Loraplex gateway.", Exit.UNREACHABLE)
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
@@ -153,30 +154,6 @@ class AdaptersClient:
             raise ClientError(
                 f"Cannot reach the server at {self._url}: {reason}.", Exit.UNREACHABLE
             ) from None
-
-
-class _Counted:
-    """A file that reports what is read of it: as much of the file protocol as httpx uses."""
-
-    def __init__(self, path: Path, on_read: Callable[[int], None]) -> None:
-        self._file: BinaryIO = path.open("rb")
-        self._on_read = on_read
-
-    def __enter__(self) -> _Counted:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def read(self, size: int = -1) -> bytes:
-        piece = self._file.read(size)
-        self._on_read(len(piece))
-        return piece
 
 
 def _refusal(answer: httpx.Response) -> ClientError:

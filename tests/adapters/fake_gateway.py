@@ -23,7 +23,7 @@ class FakeGateway:
     adapters: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
-    fields: dict[str, str] = field(default_factory=dict)
+    announced: dict[str, Any] = field(default_factory=dict)
     received: int = 0
     discard: bool = False
     answer: Response | None = None
@@ -39,9 +39,22 @@ class FakeGateway:
                 return _error(401, "The API key is not valid.")
             return await call_next(request)
 
-        @app.post("/v1/adapters")
-        async def upload(request: Request) -> Response:
-            return await self._upload(request)
+        @app.post("/v1/adapter-uploads")
+        async def begin(request: Request) -> Response:
+            self.announced = await request.json()
+            return JSONResponse(self._session(), 201)
+
+        @app.get("/v1/adapter-uploads/{upload_id}")
+        def show_upload(upload_id: str) -> dict[str, Any]:
+            return self._session()
+
+        @app.patch("/v1/adapter-uploads/{upload_id}/{file}")
+        async def append(upload_id: str, file: str, request: Request) -> Response:
+            return await self._append(file, request)
+
+        @app.post("/v1/adapter-uploads/{upload_id}/complete")
+        def complete(upload_id: str) -> Response:
+            return self.answer or JSONResponse(self._add(self.announced["name"]), 201)
 
         @app.get("/v1/adapters")
         def show_all() -> dict[str, Any]:
@@ -70,17 +83,26 @@ class FakeGateway:
 
         return app
 
-    async def _upload(self, request: Request) -> Response:
-        if self.discard:
-            async for chunk in request.stream():
-                self.received += len(chunk)
-            return JSONResponse(self._add("big"), 201)
-        async with request.form() as form:
-            self.fields = {key: value for key, value in form.items() if isinstance(value, str)}
-            for part in form.getlist("files"):
-                assert not isinstance(part, str) and part.filename is not None
-                self.files[part.filename] = await part.read()
-        return self.answer or JSONResponse(self._add(self.fields["name"]), 201)
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the last upload asked for beside its files."""
+        return {key: value for key, value in self.announced.items() if key != "files"}
+
+    def _session(self) -> dict[str, Any]:
+        files = [
+            {"name": file["name"], "bytes": file["bytes"], "offset": len(self.files.get(file["name"], b""))}
+            for file in self.announced["files"]
+        ]
+        return {"id": "0" * 32, "object": "adapter.upload", "status": "open", "files": files}
+
+    async def _append(self, file: str, request: Request) -> Response:
+        content = bytearray()
+        async for chunk in request.stream():
+            self.received += len(chunk)
+            if not self.discard:
+                content += chunk
+        self.files[file] = bytes(content)
+        return JSONResponse({"offset": self.received})
 
     def _add(self, name: str) -> dict[str, Any]:
         versions = self.adapters.setdefault(name, [])
