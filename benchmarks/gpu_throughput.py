@@ -138,7 +138,9 @@ class Bench:
         self.runner = Runner(model, num_blocks=NUM_BLOCKS, num_rank_pages=64, max_lora_rank=64)
         self.runner.warm_up(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens)
         warm = time.perf_counter()
-        self.runner.capture_graphs(max_num_seqs=MAX_NUM_SEQS)
+        self.runner.capture_graphs(
+            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens
+        )
         self.seconds = {
             "weights": loaded - began,
             "warm_up": warm - loaded,

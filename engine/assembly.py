@@ -57,7 +57,9 @@ def assemble(settings: EngineSettings) -> Core:
     runner = _make_runner(settings, model, memory)
     runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
     if model.device.type == "cuda" and not settings.enforce_eager:
-        runner.capture_graphs(max_num_seqs=limits.max_num_seqs)
+        runner.capture_graphs(
+            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+        )
     release_threads()  # of this thread: from here on the loop's computes
 
     def read(digest: bytes) -> HostAdapter:

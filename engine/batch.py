@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,8 +12,25 @@ from engine.drawn_tokens import DrawnTokens, fill_unseen
 from engine.model.adapter_weights import pages_of_rank
 from engine.model.llama import ForwardBatch
 from engine.step import StepAdapter, StepRow
-from engine.transfer import to_device
+from engine.transfer import pack_to_device
 from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan, RowVectors
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """A step's rows as one flat batch of tokens, in host memory.
+
+    Attributes:
+        arrays: the parts of ``ForwardBatch`` and its plans, with their shapes and dtypes: tokens (`UNSEEN`
+            where not known), positions, slots, query_starts, context_lens, block_tables, output_rows,
+            lora_rows, segment_starts, segment_pages, segment_ranks; and vector_rows, vector_pages if any.
+        max_query_len, max_context_len, max_segment_rows: see ``kernels.plans``.
+    """
+
+    arrays: dict[str, np.ndarray]
+    max_query_len: int
+    max_context_len: int
+    max_segment_rows: int
 
 
 def build_forward_batch(
@@ -22,9 +40,44 @@ def build_forward_batch(
     page_widths: Sequence[int] = (),
     drawn: DrawnTokens | None = None,
 ) -> ForwardBatch:
-    """Lay out a step's rows as one flat batch of tokens, in their order. The host waits for nothing.
+    """A step as a batch of its own tensors, in one copy that the host does not wait for.
 
-    Tokens that no host has seen are taken from ``drawn``, what the step before has drawn.
+    Tokens that no host has seen are taken from ``drawn``, what the step before has drawn. For ``page_widths``
+    see `lay_out`.
+    """
+    layout = lay_out(rows, page_widths)
+    tensors = pack_to_device(layout.arrays, device)
+    vectors = None
+    if "vector_rows" in tensors:
+        vectors = RowVectors(tensors["vector_rows"], tensors["vector_pages"])
+    return ForwardBatch(
+        tokens=fill_unseen(tensors["tokens"], layout.arrays["query_starts"][:-1], rows, drawn),
+        attention=AttentionPlan(
+            query_starts=tensors["query_starts"],
+            context_lens=tensors["context_lens"],
+            block_tables=tensors["block_tables"],
+            slots=tensors["slots"],
+            positions=tensors["positions"],
+            max_query_len=layout.max_query_len,
+            max_context_len=layout.max_context_len,
+        ),
+        lora=LoraPlan(
+            rows=tensors["lora_rows"],
+            segment_starts=tensors["segment_starts"],
+            segment_pages=tensors["segment_pages"],
+            segment_ranks=tensors["segment_ranks"],
+            num_rows=len(layout.arrays["lora_rows"]),
+            num_segments=len(layout.arrays["segment_ranks"]),
+            max_segment_rows=layout.max_segment_rows,
+            vectors=vectors,
+        ),
+        output_rows=tensors["output_rows"],
+    )
+
+
+def lay_out(rows: Sequence[StepRow], page_widths: Sequence[int] = ()) -> StepLayout:
+    """Lay out a step's rows one after another, in their order.
+
     The table of rank pages is padded to the least of ``page_widths`` that holds it, if there is one: kernels
     may be compiled for its width.
 
@@ -41,41 +94,30 @@ def build_forward_batch(
     first_positions = np.fromiter((row.start for row in rows), np.int64, len(rows))
     positions = np.arange(starts[-1]) + (first_positions - starts[:-1])[owners]
     sampled = np.fromiter((row.sampling is not None for row in rows), np.bool_, len(rows))
-    tokens = to_device(np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]), device)
-    return ForwardBatch(
-        tokens=fill_unseen(tokens, starts[:-1], rows, drawn),
-        attention=_attention_plan(rows, starts, owners, positions, first_positions + lengths, device),
-        lora=_lora_plan(rows, starts, device, page_widths),
-        output_rows=to_device(starts[1:][sampled] - 1, device),
-    )
-
-
-def _attention_plan(
-    rows: Sequence[StepRow],
-    starts: np.ndarray,
-    owners: np.ndarray,
-    positions: np.ndarray,
-    context_lens: np.ndarray,
-    device: torch.device,
-) -> AttentionPlan:
     tables = _padded([row.block_ids for row in rows])
     blocks = tables[owners, positions // BLOCK_SIZE]
     assert (blocks >= 0).all(), "a row's block table covers every token of its step"
-    return AttentionPlan(
-        query_starts=to_device(starts.astype(np.int32), device),
-        context_lens=to_device(context_lens.astype(np.int32), device),
-        block_tables=to_device(tables, device),
-        slots=to_device(blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, device),
-        positions=to_device(positions, device),
-        max_query_len=int(np.diff(starts).max()),
-        max_context_len=int(context_lens.max()),
-    )
+    grouped, max_segment_rows = _group_by_adapter(rows, starts, page_widths)
+    arrays = {
+        "tokens": np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]),
+        "positions": positions,
+        "slots": blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
+        "query_starts": starts.astype(np.int32),
+        "context_lens": (first_positions + lengths).astype(np.int32),
+        "block_tables": tables,
+        "output_rows": starts[1:][sampled] - 1,
+        **grouped,
+    }
+    return StepLayout(arrays, int(lengths.max()), int(arrays["context_lens"].max()), max_segment_rows)
 
 
-def _lora_plan(
-    rows: Sequence[StepRow], starts: np.ndarray, device: torch.device, page_widths: Sequence[int]
-) -> LoraPlan:
-    """Group the tokens that an adapter applies to by adapter, in order of first appearance."""
+def _group_by_adapter(
+    rows: Sequence[StepRow], starts: np.ndarray, page_widths: Sequence[int]
+) -> tuple[dict[str, np.ndarray], int]:
+    """Group the tokens that an adapter applies to by adapter, in order of first appearance.
+
+    Returns the arrays of the LoRA plan, and the size of the largest group.
+    """
     adapters: dict[int, StepAdapter] = {}
     groups: dict[int, list[np.ndarray]] = {}
     for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
@@ -88,32 +130,26 @@ def _lora_plan(
     sizes = [len(segment) for segment in segments]
     segment_starts = np.zeros(len(segments) + 1, np.int32)
     np.cumsum(sizes, out=segment_starts[1:])
-    flat = np.concatenate(segments) if segments else np.zeros(0, np.int32)
-    return LoraPlan(
-        rows=to_device(flat, device),
-        segment_starts=to_device(segment_starts, device),
-        segment_pages=to_device(
-            _padded([_ranked_pages(a) for a in adapters.values()], page_width(adapters, page_widths)),
-            device,
-        ),
-        segment_ranks=to_device(np.array([adapter.rank for adapter in adapters.values()], np.int32), device),
-        num_rows=len(flat),
-        num_segments=len(segments),
-        max_segment_rows=max(sizes, default=0),
-        vectors=_row_vectors(segments, list(adapters.values()), device),
-    )
+    pages = [_ranked_pages(adapter) for adapter in adapters.values()]
+    arrays = {
+        "lora_rows": np.concatenate(segments) if segments else np.zeros(0, np.int32),
+        "segment_starts": segment_starts,
+        "segment_pages": _padded(pages, page_width(adapters, page_widths)),
+        "segment_ranks": np.array([adapter.rank for adapter in adapters.values()], np.int32),
+        **_vectors(segments, list(adapters.values())),
+    }
+    return arrays, max(sizes, default=0)
 
 
-def _row_vectors(
-    segments: Sequence[np.ndarray], adapters: Sequence[StepAdapter], device: torch.device
-) -> RowVectors | None:
-    """The tokens of those adapters that have vectors, each with the page that holds them."""
+def _vectors(segments: Sequence[np.ndarray], adapters: Sequence[StepAdapter]) -> dict[str, np.ndarray]:
+    """The tokens of those adapters that have vectors, each with the page that holds them; {} if none has."""
     owned = [(rows, a.pages[-1]) for rows, a in zip(segments, adapters, strict=True) if a.has_vectors]
     if not owned:
-        return None
-    rows = np.concatenate([segment for segment, _ in owned]).astype(np.int64)
-    pages = np.concatenate([np.full(len(segment), page, np.int64) for segment, page in owned])
-    return RowVectors(to_device(rows, device), to_device(pages, device))
+        return {}
+    return {
+        "vector_rows": np.concatenate([segment for segment, _ in owned]).astype(np.int64),
+        "vector_pages": np.concatenate([np.full(len(segment), page, np.int64) for segment, page in owned]),
+    }
 
 
 def _ranked_pages(adapter: StepAdapter) -> Sequence[int]:

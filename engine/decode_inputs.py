@@ -72,6 +72,10 @@ class DecodeInputs:
                 return False
         return True
 
+    def size_of(self, rows: Sequence[StepRow]) -> int:
+        """The tokens of a step, which are its rows."""
+        return len(rows)
+
     def write(self, rows: Sequence[StepRow], drawn: DrawnTokens | None = None) -> int:
         """Put a step that `fits` into the buffers. Returns its page width: 0 if it has no adapters.
 

@@ -1,9 +1,10 @@
-"""CUDA graphs of decode steps.
+"""CUDA graphs of steps.
 
-The host takes longer to launch a decode step's several hundred kernels than the device to run them. A graph
-is all of them in one launch. It is bound to the addresses and launch sizes of its capture, so there is one
-for each of some batch sizes, without LoRA and for narrow and wide adapters, over buffers that stay where they
-are. A step runs in the smallest graph that holds it, and the rest of that is padding.
+The host takes longer to launch a step's several hundred kernels than the device to run them, unless there are
+thousands of tokens in it. A graph is all of them in one launch. It is bound to the addresses and launch sizes
+of its capture, so there is one for each of some sizes, without LoRA and for narrow and wide adapters, over
+buffers that stay where they are. A step runs in the smallest graph that holds it, and the rest of that is
+padding. Pure decode steps, which are nearly all, have graphs and buffers of their own.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from engine.decode_inputs import DecodeInputs
 from engine.drawn_tokens import DrawnTokens
+from engine.mixed_inputs import MixedInputs
 from engine.model.llama import ForwardBatch
 from engine.step import StepRow
 
 _log = logging.getLogger(__name__)
+
+_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of a mixed step. Beyond the last the device takes longer than the host, and padding costs more than
+it saves."""
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 """The network over one cache and one pool of adapters: a batch to the hidden states of its output rows."""
@@ -33,8 +39,22 @@ def captured_sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
-class DecodeGraphs:
-    """Runs pure decode steps as graphs, whatever adapters they have.
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """The numbers of tokens that graphs of mixed steps are made for."""
+    return [size for size in _MIXED_SIZES if size <= max_num_batched_tokens]
+
+
+class _Inputs(Protocol):
+    """Buffers for the steps of one kind; see `DecodeInputs`."""
+
+    def fits(self, rows: Sequence[StepRow]) -> bool: ...
+    def size_of(self, rows: Sequence[StepRow]) -> int: ...
+    def write(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> int: ...
+    def batch(self, size: int, *, page_width: int) -> ForwardBatch: ...
+
+
+class StepGraphs:
+    """Runs steps as graphs, whatever adapters they have.
 
     Args:
         forward: what is captured. The caches and pools that it works on must never move.
@@ -47,58 +67,78 @@ class DecodeGraphs:
         forward: Forward,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_context_len: int,
         page_widths: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._forward = forward
-        self._sizes = captured_sizes(max_num_seqs)
-        self._inputs = DecodeInputs(
-            max_rows=max_num_seqs, max_context_len=max_context_len, page_widths=page_widths, device=device
-        )
+        mixed = mixed_sizes(max_num_batched_tokens)
+        common: dict[str, Any] = {
+            "max_rows": max_num_seqs,
+            "max_context_len": max_context_len,
+            "page_widths": page_widths,
+            "device": device,
+        }
+        families = [_Family(forward, DecodeInputs(**common), captured_sizes(max_num_seqs), device)]
+        if mixed:
+            families.append(_Family(forward, MixedInputs(max_tokens=mixed[-1], **common), mixed, device))
+        self._families = families
         self._device = device
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._capture_all((0, *page_widths))
+        self._capture((0, *page_widths))
 
-    def can_run(self, rows: Sequence[StepRow]) -> bool:
-        """Whether each row is one token that samples, and none is more than was captured for."""
-        return self._inputs.fits(rows)
+    def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor | None:
+        """The hidden states of the rows that sample, [S, H], valid until the next run.
 
-    def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor:
-        """The hidden states of a step that can run, [len(rows), H], valid until the next run.
-
-        Launches only: the host does not wait for the device.
+        Launches only: the host does not wait for the device. None: no graph holds the step.
         """
-        page_width = self._inputs.write(rows, drawn)
-        size = self._sizes[bisect_left(self._sizes, len(rows))]
-        graph, hidden = self._graphs[size, page_width]
-        graph.replay()
-        return hidden[: len(rows)]
+        for family in self._families:
+            if family.inputs.fits(rows):
+                return family.run(rows, drawn)
+        return None
 
     @torch.inference_mode()
-    def _capture_all(self, page_widths: Sequence[int]) -> None:
+    def _capture(self, page_widths: Sequence[int]) -> None:
         # Capturing does it anyway, and then what the warm-up left behind would be taken for the graphs' own.
         torch.cuda.empty_cache()
         began, (free, _) = time.monotonic(), torch.cuda.mem_get_info(self._device)
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others' activations then fit into the memory that it has taken.
-        for size in reversed(self._sizes):
-            for width in page_widths:
-                self._graphs[size, width] = self._capture(size, width, pool)
+        for family in reversed(self._families):
+            family.capture(page_widths, pool)
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         _log.info(
-            "captured %d CUDA graphs of decode steps up to %d sequences in %.1f s; they take %.2f GiB",
-            len(self._graphs),
-            self._sizes[-1],
+            "captured %d CUDA graphs in %.1f s; they take %.2f GiB",
+            sum(len(family.graphs) for family in self._families),
             time.monotonic() - began,
             taken / (1 << 30),
         )
 
-    def _capture(self, size: int, page_width: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        # Once before, so that nothing is compiled, loaded or looked up under capture.
-        self._forward(self._inputs.batch(size, page_width=page_width))
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            hidden = self._forward(self._inputs.batch(size, page_width=page_width))
-        return graph, hidden
+
+class _Family:
+    """The graphs of steps of one kind, by size and page width, over one set of buffers."""
+
+    def __init__(self, forward: Forward, inputs: _Inputs, sizes: Sequence[int], device: torch.device) -> None:
+        self.inputs = inputs
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._forward = forward
+        self._sizes = sizes
+        self._device = device
+
+    def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor:
+        page_width = self.inputs.write(rows, drawn)
+        size = self._sizes[bisect_left(self._sizes, self.inputs.size_of(rows))]
+        graph, hidden = self.graphs[size, page_width]
+        graph.replay()
+        return hidden[: sum(row.sampling is not None for row in rows)]
+
+    def capture(self, page_widths: Sequence[int], pool: Any) -> None:
+        """Capture a graph for each size, the largest first, and each page width."""
+        for size in reversed(self._sizes):
+            for width in page_widths:
+                # Once before, so that nothing is compiled, loaded or looked up under capture.
+                self._forward(self.inputs.batch(size, page_width=width))
+                torch.cuda.synchronize(self._device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    hidden = self._forward(self.inputs.batch(size, page_width=width))
+                self.graphs[size, width] = graph, hidden

@@ -10,7 +10,7 @@ import torch
 from engine.adapter_copies import AdapterCopies
 from engine.batch import build_forward_batch
 from engine.drawn_tokens import DrawnTokens
-from engine.graphs import DecodeGraphs
+from engine.graphs import StepGraphs
 from engine.kv_cache import KVCache
 from engine.model.adapter_ends import ResidentEnds, StepEnds
 from engine.model.adapter_weights import HostAdapter, pages_of_rank
@@ -53,7 +53,7 @@ class Runner:
         self._device = model.device
         max_pages = min(num_rank_pages, pages_of_rank(max_lora_rank))
         self._page_widths = sorted({1, max_pages}) if max_pages else []
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._cache = KVCache(model.config, num_blocks, model.dtype, model.device)
         self._adapters = RankPagePool(model.config, num_rank_pages, model.dtype, model.device)
         self._ends = ResidentEnds(model.device)
@@ -82,14 +82,15 @@ class Runner:
                 chunk = StepRow(0, [0, 0], 0, (0,), adapter, sampling=every)
                 self.execute(StepPlan((decode, chunk)))
 
-    def capture_graphs(self, *, max_num_seqs: int) -> None:
-        """Capture decode steps of up to ``max_num_seqs`` rows as CUDA graphs, and run them so from now on.
+    def capture_graphs(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Capture steps of up to ``max_num_seqs`` rows as CUDA graphs, and run them so from now on.
 
         Takes device memory, for good. Call it after `warm_up`.
         """
-        self._graphs = DecodeGraphs(
+        self._graphs = StepGraphs(
             self._forward,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_context_len=self._max_model_len,
             page_widths=self._page_widths,
             device=self._device,
@@ -111,9 +112,8 @@ class Runner:
         self._adapter_copies.wait_for(plan.rows)
         self._cache.copy_blocks(plan.block_copies)
         ends = self._ends.of(plan.rows)
-        if self._graphs is not None and ends is None and self._graphs.can_run(plan.rows):
-            hidden = self._graphs.run(plan.rows, drawn)
-        else:
+        hidden = None if self._graphs is None else self._graphs.run(plan.rows, drawn)
+        if hidden is None:
             hidden = self._forward(self._build_batch(plan.rows, ends, drawn))
         sampling = [row for row in plan.rows if row.sampling is not None]
         if not sampling:

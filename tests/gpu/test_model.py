@@ -100,7 +100,7 @@ class Engine:
         )
         if graphs:
             self.runner.warm_up(max_num_seqs=MAX_SEQS, max_num_batched_tokens=512)
-            self.runner.capture_graphs(max_num_seqs=MAX_SEQS)
+            self.runner.capture_graphs(max_num_seqs=MAX_SEQS, max_num_batched_tokens=512)
 
     def read(self, number: int) -> HostAdapter:
         return read_adapter(self._zoo.adapters[number], self.model.network, pin=True)

@@ -65,7 +65,7 @@ def answers(device: str, prompts: list[list[int]]) -> list[list[tuple[int, Token
     runner = Runner(model, num_blocks=count * BLOCKS_EACH, num_rank_pages=8)
     if device == "cuda":
         runner.warm_up(max_num_seqs=count, max_num_batched_tokens=1024)
-        runner.capture_graphs(max_num_seqs=count)
+        runner.capture_graphs(max_num_seqs=count, max_num_batched_tokens=1024)
     variants = [None, *(place(runner, model, folder, 1 + i) for i, folder in enumerate(folders))]
     sequences = [
         Sequence(i, variants[i % len(variants)], list(prompts[i // len(variants)])) for i in range(count)
