@@ -22,7 +22,6 @@ DIGEST_BYTES = 32
 MAX_VERSION = 2**31 - 1
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _FORMAT = b"loraplex adapter 2\n"
 
 
@@ -38,23 +37,6 @@ def check_name(name: str) -> str:
             "starting with a letter or digit."
         )
     return name
-
-
-def parse_model_ref(ref: str) -> tuple[str, int | None]:
-    """Splits ``sql@3`` into its name and version; ``sql`` and ``sql@live`` have version None: the live one.
-
-    Raises `InvalidName` for anything else.
-    """
-    name, separator, version = ref.partition("@")
-    check_name(name)
-    if not separator or version == "live":
-        return name, None
-    if _VERSION.fullmatch(version) is None or int(version) > MAX_VERSION:
-        raise InvalidName(
-            f"The version {version[:80]!a} of adapter '{name}' is not one: write '{name}', '{name}@live' or "
-            f"a number, as in '{name}@1'."
-        )
-    return name, int(version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.identity import DigestPart, InvalidName, check_name, digest_of, parse_model_ref
+from adapters.identity import DigestPart, InvalidName, check_name, digest_of
 
 
 @pytest.mark.parametrize("name", ["a", "sql", "0", "a.b_c-d", "a" * 63, "llama3.1-8b"])
@@ -20,28 +20,6 @@ def test_names_that_are_not(name: str) -> None:
     with pytest.raises(InvalidName) as error:
         check_name(name)
     assert str(error.value).isascii() and str(error.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("ref", "expected"),
-    [
-        ("sql", ("sql", None)),
-        ("sql@live", ("sql", None)),
-        ("sql@1", ("sql", 1)),
-        ("sql@2147483647", ("sql", 2**31 - 1)),
-    ],
-)
-def test_model_refs(ref: str, expected: tuple[str, int | None]) -> None:
-    assert parse_model_ref(ref) == expected
-
-
-@pytest.mark.parametrize(
-    "ref",
-    ["sql@", "sql@0", "sql@-1", "sql@01", "sql@1.0", "sql@١", "sql@2147483648", "@1", "a/b@1", "sql@1@2"],
-)
-def test_model_refs_that_are_none(ref: str) -> None:
-    with pytest.raises(InvalidName):
-        parse_model_ref(ref)
 
 
 def part(

@@ -133,6 +133,58 @@ def test_text_beyond_ascii_is_text() -> None:
     assert parse_config(raw).base_model == "😀 é"
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"modules_to_save": ["score"]}, "modules_to_save"),
+        ({"modules_to_save": ["embed_tokens", "model.norm"]}, "modules_to_save"),
+        ({"modules_to_save": "lm_head.x"}, "modules_to_save"),
+        ({"modules_to_save": [1]}, "modules_to_save"),
+        ({"trainable_token_indices": [1, 1]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [2**31]}, "trainable_token_indices"),
+        ({"trainable_token_indices": ["a"]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [True]}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"wte": [1]}}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"lm_head": [1], "x.lm_head": [2]}}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"lm_head": [1], "model.lm_head": [2]}}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"lm_head": 1}}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"lm_head": []}}, "trainable_token_indices"),
+        ({"trainable_token_indices": [1], "modules_to_save": ["lm_head"]}, "trainable_token_indices"),
+        ({"lora_bias": True, "use_dora": True}, "lora_bias"),
+        ({"lora_bias": 1}, "lora_bias"),
+        ({"use_dora": "yes"}, "use_dora"),
+        ({"ensure_weight_tying": 0}, "ensure_weight_tying"),
+        ({"alora_invocation_tokens": [1.5]}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": "x"}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [1] * 1025}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [1], "task_type": None}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [1], "use_dora": True}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [1], "modules_to_save": ["lm_head"]}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [1], "trainable_token_indices": [1]}, "alora_invocation_tokens"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_named(fields: dict[str, Any], names: str) -> None:
+    error = fault_of(json.dumps(config(**fields)).encode())
+    assert error.field_or_tensor == names and names in error.message
+
+
+def test_what_concerns_the_ends() -> None:
+    parsed = parse(
+        modules_to_save=["model.embed_tokens", "lm_head", "embed_tokens"], ensure_weight_tying=True
+    )
+    assert parsed.modules_to_save == ("embed_tokens", "lm_head") and parsed.ensure_weight_tying
+    assert parse(trainable_token_indices=[3, 1]).token_indices == {"embed_tokens": (3, 1)}
+    by_name = {"lm_head": [5], "model.embed_tokens": [2, 4]}
+    assert parse(trainable_token_indices=by_name).token_indices == {"lm_head": (5,), "embed_tokens": (2, 4)}
+
+
+def test_activated_lora() -> None:
+    assert parse(alora_invocation_tokens=[7, 7, 8]).invocation_tokens == (7, 7, 8)
+    # PEFT takes both for a plain LoRA.
+    assert parse(alora_invocation_tokens=[]) == parse(alora_invocation_tokens=None) == parse()
+
+
 def test_layers_to_transform_needs_a_list_of_modules() -> None:
     error = fault_of(json.dumps(config(target_modules=".*q_proj", layers_to_transform=[0])).encode())
     assert error.field_or_tensor == "layers_to_transform"
