@@ -49,6 +49,7 @@ class Request:
         link: whom the outputs go to; together with ``request_id`` it names the request.
         output: tokens that were already generated elsewhere; decoding goes on after them.
         adapter_digest: empty for the base model.
+        vocab_size: of the least vocabulary with all of the request's tokens; 0: the base model's is enough.
         adapter_start: the first position that the adapter applies to; the base model computes those before.
         block_root: parent of the first block's hash (`engine.block_pool.root_hash`): the base model's, unless
             the adapter applies from the first token on.
@@ -67,6 +68,7 @@ class Request:
     output: Seq[int] = ()
     adapter_digest: bytes = b""
     adapter_start: int = 0
+    vocab_size: int = 0
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0

@@ -29,7 +29,7 @@ def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Req
         InvalidSubmit: names the field that is out of range, and the range.
     """
     prompt, output = list(message.prompt_tokens), list(message.output_tokens)
-    _check_tokens(message, prompt, output, model)
+    vocab_size = _check_tokens(message, prompt, output, model)
     _check_service(message, model)
     room = model.max_model_len - len(prompt)
     limit = min(message.max_tokens or room, room)
@@ -49,6 +49,7 @@ def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Req
         stop_token_ids=frozenset(stop),
         adapter_digest=message.adapter_digest,
         adapter_start=message.adapter_start,
+        vocab_size=vocab_size,
         block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
         tenant=message.tenant,
         weight=message.weight or 1.0,
@@ -60,7 +61,11 @@ def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Req
 
 def _check_tokens(
     message: pb.Submit, prompt: Sequence[int], output: Sequence[int], model: pb.ModelInfo
-) -> None:
+) -> int:
+    """Returns the least vocabulary that has the request's tokens; 0: the model's has.
+
+    An adapter may add some; whether it does is known when it is on the device.
+    """
     _require(bool(prompt), "the prompt has no tokens")
     _require(
         len(prompt) < model.max_model_len,
@@ -70,20 +75,25 @@ def _check_tokens(
     known = len(prompt) + len(output)
     _require(known <= model.max_model_len, f"{known} tokens exceed the model's length {model.max_model_len}")
     _require(not output or len(message.seeds) == 1, "only a request with one choice can be continued")
+    vocab_size = 0
     for name, tokens in (
         ("prompt_tokens", prompt),
         ("output_tokens", output),
         ("stop_token_ids", message.stop_token_ids),
         ("bias_tokens", message.sampling.bias_tokens),
     ):
-        _require(
-            max(tokens, default=0) < model.vocab_size,
-            f"{name} has a token beyond the model's vocabulary of {model.vocab_size}",
-        )
+        size = max(tokens, default=0) + 1
+        if size > model.vocab_size:
+            _require(
+                bool(message.adapter_digest),
+                f"{name} has a token beyond the model's vocabulary of {model.vocab_size}",
+            )
+            vocab_size = max(vocab_size, size)
     _require(
         not message.max_tokens or message.min_tokens <= message.max_tokens,
         f"min_tokens ({message.min_tokens}) is more than max_tokens ({message.max_tokens})",
     )
+    return vocab_size
 
 
 def _check_service(message: pb.Submit, model: pb.ModelInfo) -> None:

@@ -60,7 +60,6 @@ def build_submits(
                 prompt_tokens=prompt,
                 adapter_digest=digest,
                 adapter_start=start,
-                vocab_size=model.vocab_size if digest else 0,
                 cache_scope=scope,
                 tenant=caller.tenant_id,
                 weight=caller.weight,

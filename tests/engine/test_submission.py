@@ -49,6 +49,15 @@ def test_an_activated_adapter_is_rooted_in_the_base_model() -> None:
     assert request.block_root == root_hash(b"m" * 32, "float32", b"", b"scope")
 
 
+def test_tokens_beyond_the_model_s_are_left_to_the_adapter() -> None:
+    plain = parse_submit(submit(adapter_digest=b"a" * 32), "link", MODEL)
+    assert plain.vocab_size == 0
+    message = submit(adapter_digest=b"a" * 32, prompt_tokens=[1, 1003], stop_token_ids=[1001])
+    assert parse_submit(message, "link", MODEL).vocab_size == 1004
+    biased = submit(adapter_digest=b"a" * 32, sampling=pb.Sampling(bias_tokens=[1000], bias_values=[1]))
+    assert parse_submit(biased, "link", MODEL).vocab_size == 1001
+
+
 def test_all_sampling_fields_arrive() -> None:
     sampling = pb.Sampling(
         temperature=0.5,
