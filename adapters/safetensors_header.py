@@ -17,8 +17,9 @@ from typing import Any
 from adapters.errors import InvalidAdapter, shown
 from adapters.strict_json import NotStrictJson, load_object
 
-MAX_HEADER_BYTES = 16 * 1024 * 1024
-MAX_TENSORS = 100_000
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+MAX_TENSORS = 20_000
+"""Several times what DoRA on every layer of the largest models has."""
 MAX_DIMENSIONS = 8
 
 ITEM_BYTES = {
