@@ -22,7 +22,7 @@ def shape_of_files(path: Path, *, max_lora_rank: int) -> BaseModelShape:
         if path.is_dir():
             return _of_hugging_face(path / "config.json", max_lora_rank)
         return _of_gguf(path, max_lora_rank)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UnknownModel):
             raise
         fault = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -24,6 +24,7 @@ class FakeGateway:
     requests: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     announced: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
     received: int = 0
     discard: bool = False
     answer: Response | None = None
@@ -55,6 +56,10 @@ class FakeGateway:
         @app.post("/v1/adapter-uploads/{upload_id}/complete")
         def complete(upload_id: str) -> Response:
             return self.answer or JSONResponse(self._add(self.announced["name"]), 201)
+
+        @app.get("/v1/adapter-base")
+        def show_base() -> dict[str, Any]:
+            return self.base
 
         @app.get("/v1/adapters")
         def show_all() -> dict[str, Any]:

@@ -48,8 +48,9 @@ _likely_values = st.one_of(
 )  # fmt: skip
 _pieces = st.sampled_from(
     ["base_model.model", "model", "language_model", "layers", "0", "1", "2", "-1", "self_attn", "mlp",
-     "q_proj", "down_proj", "embed_tokens", "lm_head", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B",
-     "lora_magnitude_vector", "default", "weight", "bias", "base_layer", "token_adapter", "modules_to_save",
+     "q_proj", "down_proj", "embed_tokens", "lm_head", "lora_A", "lora_B", "lora_embedding_A",
+     "lora_embedding_B", "lora_magnitude_vector", "default", "weight", "bias", "base_layer",
+     "token_adapter", "modules_to_save",
      "trainable_tokens_delta", "original_module", ""]
 )  # fmt: skip
 
