@@ -1,7 +1,8 @@
 """Keeps the store in step with the registry: what is registered has its blob, and each name its record.
 
 Publishing reserves the digest, so that no collector takes the blob between its arrival and the version that
-refers to it. Deleting only drops references; a collector removes what nobody has referred to for a while.
+refers to it. Deleting only drops references; `adapters.collector` removes what nobody has referred to for a
+while.
 
 After each change the name's record is written to the store. Redis notes which records are out of date, in the
 change's own script, so what a crash or a full disk leaves unwritten is written later (`write_records`).
@@ -79,33 +80,6 @@ async def forget_tenant(registry: Registry, store: BlobStore, tenant: str) -> No
     for name in await registry.forget_tenant(tenant):
         await asyncio.to_thread(store.delete_record, record_path(tenant, name))
     await write_records(registry, store)  # of the names that were granted
-
-
-async def collect(registry: Registry, store: BlobStore, *, grace_s: int) -> int:
-    """Removes the blobs that nobody has referred to for `grace_s` seconds. Returns how many."""
-    collected = 0
-    for digest in await registry.references.unreferenced(grace_s):
-        if not await registry.references.condemn(digest, grace_s):
-            continue
-        trashed = await asyncio.to_thread(store.withdraw, digest)
-        if trashed is not None:
-            await asyncio.to_thread(trashed.purge)
-            collected += 1
-        await registry.references.absolve(digest)
-    return collected
-
-
-async def tidy(registry: Registry, store: BlobStore, *, older_than_s: int) -> None:
-    """Clears what crashed uploads and collectors have left for `older_than_s` seconds, and blobs that nobody
-    has referred to for as long; writes the records that are out of date.
-    """
-    await asyncio.to_thread(store.clean, older_than_s)
-    for trashed in await asyncio.to_thread(store.trashed):
-        if await registry.references.is_referenced(trashed.digest):
-            await asyncio.to_thread(trashed.restore)
-        await asyncio.to_thread(trashed.purge)
-    await collect(registry, store, grace_s=older_than_s)
-    await write_records(registry, store)
 
 
 async def record(registry: Registry, store: BlobStore, tenant: str, name: str) -> None:

@@ -67,7 +67,6 @@ async def publish_folder(
     tokenizer = await take_own_tokenizer(staging.path, services.tokenizers.files(info.digest))
     summary = await _validate(staging.path, shape_of(info), options, tokenizer)
     await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
-    await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
     version = await lifecycle.publish(
         services.registry,
         services.store,

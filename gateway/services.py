@@ -73,7 +73,10 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await authenticator.start()
         stack.push_async_callback(authenticator.close)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
-        await stack.enter_async_context(housekeeping(registry, store))
+        sessions = UploadSessions(store.scratch, settings.uploads_per_tenant)
+        await stack.enter_async_context(
+            housekeeping(registry, store, sessions, grace_s=settings.store_grace_s)
+        )
         tokenizers, templates = Tokenizers(), TemplateHost()
         stack.push_async_callback(templates.close)
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
@@ -94,6 +97,6 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             models=ModelResolver(registry, engines),
             metrics=Metrics(EngineMetrics(engines.leases)),
             upload_slots=UploadSlots(settings.uploads_per_tenant),
-            upload_sessions=UploadSessions(store.scratch, settings.uploads_per_tenant),
+            upload_sessions=sessions,
             upload_transfers=UploadTransfers(),
         )

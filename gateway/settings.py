@@ -53,6 +53,11 @@ class GatewaySettings(BaseSettings):
         ge=_MIB,
         description="Largest upload of one adapter, in bytes; a larger one is refused with 413.",
     )
+    store_grace_s: int = Field(
+        default=3600,
+        ge=0,
+        description="How long the store keeps an adapter's files after the last name that used them is gone.",
+    )
     uploads_per_tenant: int = Field(
         default=4,
         ge=1,

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
-from adapters.registry.scripts import REFERENCES, Script, text
+from adapters.registry.scripts import REFERENCES, UNREFERENCED, Script, text
 
 _RESERVED_S = 3600
 _CONDEMNED_S = 600
@@ -110,6 +110,18 @@ class References:
     async def absolve(self, digest: bytes) -> None:
         """Says that a condemned blob is gone, so that it may be uploaded again."""
         await self._absolve(digest.hex())
+
+    async def unknown(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Those that nobody refers to, and whose grace has not begun."""
+        if not digests:
+            return []
+        names = [digest.hex() for digest in digests]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.hmget(REFERENCES, names)
+            pipeline.zmscore(UNREFERENCED, names)
+            counts, since = await pipeline.execute()
+        found = zip(digests, counts, since, strict=True)
+        return [digest for digest, count, at in found if count is None and at is None]
 
     async def note_orphans(self, digests: Iterable[bytes]) -> None:
         """Begins the grace of blobs that the store holds and nobody refers to. Of others nothing changes."""

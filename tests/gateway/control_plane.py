@@ -19,10 +19,10 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from adapters import lifecycle
+from adapters.collector import collect
 from adapters.folder_store import FolderStore
 from adapters.registry import Registry
-from gateway.api import adapter_aliases, adapter_contents, adapter_grants, uploads
+from gateway.api import adapter_aliases, adapter_base, adapter_contents, adapter_grants, uploads
 from gateway.api import adapters as adapters_api
 from gateway.api import admin as admin_api
 from gateway.auth import Authenticator
@@ -101,7 +101,7 @@ class ControlPlane:
 
     async def collect(self) -> None:
         """Removes the blobs that nobody refers to, as the gateway does after their grace."""
-        await lifecycle.collect(self.services.registry, self.services.store, grace_s=0)
+        await collect(self.services.registry, self.services.store, grace_s=0)
 
     def blobs(self) -> list[str]:
         """The digests in the store."""
@@ -125,7 +125,14 @@ async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> Async
         app = FastAPI()
         install_error_handling(app)
         app.include_router(admin_api.router)
-        for module in (adapters_api, uploads, adapter_aliases, adapter_contents, adapter_grants):
+        for module in (
+            adapters_api,
+            uploads,
+            adapter_aliases,
+            adapter_base,
+            adapter_contents,
+            adapter_grants,
+        ):
             app.include_router(module.router)
         app.state.services = services
         try:

@@ -6,33 +6,62 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
 from redis.asyncio import Redis
 
-from adapters.blob_store import BlobStore
+from adapters.folder_store import FolderStore
 from adapters.registry import Registry
+from gateway import housekeeping as module
 from gateway.housekeeping import housekeeping
 from gateway.redis_client import connect
+from gateway.upload_sessions import ExpectedFile, UploadOptions, UploadSessions
 
 DIGEST = b"\x01" * 32
 
 
 async def test_what_crashes_left_is_gone_soon_after_the_start(valkey_url: str, tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+    store = FolderStore(tmp_path)
+    sessions = UploadSessions(store.scratch, 1)
     abandoned, deleted = store.stage(), store.stage()
     assert deleted.publish(DIGEST, {})
     assert store.withdraw(DIGEST) is not None
+    deleted.discard()
     os.utime(abandoned.path, (0, 0))
-    async with Redis.from_url(valkey_url) as redis, housekeeping(Registry(redis), store), asyncio.timeout(5):
-        while store.trashed() or abandoned.path.exists():
+    session = sessions.open("acme", UploadOptions("sql"), [ExpectedFile("adapter_config.json", 1, "0" * 64)])
+    os.utime(session.folder.parent, (0, 0))
+    async with (
+        Redis.from_url(valkey_url) as redis,
+        housekeeping(Registry(redis), store, sessions, grace_s=3600),
+        asyncio.timeout(5),
+    ):
+        while store.trashed() or abandoned.path.exists() or session.folder.exists():
             await asyncio.sleep(0.01)
 
 
+async def test_what_an_upload_left_before_it_was_registered_goes_after_the_grace(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.05)
+    store = FolderStore(tmp_path)
+    with store.stage() as staging:
+        assert staging.publish(DIGEST, {})
+    async with (
+        Redis.from_url(valkey_url) as redis,
+        housekeeping(Registry(redis), store, UploadSessions(store.scratch, 1), grace_s=2),
+        asyncio.timeout(10),
+    ):
+        await asyncio.sleep(0.3)
+        assert store.contains(DIGEST)
+        while store.contains(DIGEST):
+            await asyncio.sleep(0.05)
+
+
 async def test_it_ends_at_once_also_while_redis_is_away(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
+    store = FolderStore(tmp_path)
     store.stage().publish(DIGEST, {})
     store.withdraw(DIGEST)
     async with connect("redis://127.0.0.1:1/0") as redis, asyncio.timeout(5):
         registry = Registry(redis)
-        async with housekeeping(registry, store):
+        async with housekeeping(registry, store, UploadSessions(store.scratch, 1), grace_s=3600):
             await asyncio.sleep(0.2)
     assert [trashed.digest for trashed in store.trashed()] == [DIGEST]

@@ -1,0 +1,185 @@
+"""Blobs stay as long as any name of any tenant refers to them, and a while longer, whoever crosses whom."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from adapters import lifecycle
+from adapters.blob_store import BlobStore, open_store
+from adapters.collector import collect, note_orphans, tidy
+from adapters.registry import AdapterNotFound, AdapterVersion, Registry, references
+from adapters.validation import AdapterSummary
+from tests.adapters.s3_server import BUCKET
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    if request.param == "folder":
+        return open_store(str(tmp_path / "store"), tmp_path / "scratch")
+    request.getfixturevalue("s3")
+    return open_store(f"s3://{BUCKET}/x", tmp_path / "scratch")
+
+
+@pytest.fixture
+def registry(redis: Redis) -> Registry:
+    return Registry(redis)
+
+
+def summary_of(number: int) -> AdapterSummary:
+    return AdapterSummary(bytes([number]) * 32, 4, 2, 100, "base/model", ("q_proj",))
+
+
+async def upload(
+    registry: Registry, store: BlobStore, name: str, number: int = 1, *, tenant: str = "acme"
+) -> AdapterVersion:
+    """Publishes blob `number`, whose content says which upload it came with."""
+    with store.stage() as staging:
+        (staging.path / "weights").write_bytes(bytes([number]))
+        return await lifecycle.publish(
+            registry, store, staging, tenant=tenant, name=name, summary=summary_of(number)
+        )
+
+
+async def delete(registry: Registry, store: BlobStore, name: str) -> None:
+    await lifecycle.delete(registry, store, tenant="acme", name=name)
+
+
+async def test_a_blob_goes_with_the_last_name_of_any_tenant_after_the_grace(
+    registry: Registry, store: BlobStore
+) -> None:
+    version = await upload(registry, store, "sql")
+    await upload(registry, store, "sql", tenant="globex")
+    await delete(registry, store, "sql")
+    assert await collect(registry, store, grace_s=0) == 0 and store.contains(version.digest)
+    await lifecycle.delete(registry, store, tenant="globex", name="sql")
+    assert await collect(registry, store, grace_s=60) == 0 and store.contains(version.digest)
+    assert await collect(registry, store, grace_s=0) == 1 and not store.contains(version.digest)
+    assert store.trashed() == [] and await collect(registry, store, grace_s=0) == 0
+
+
+async def test_a_name_within_the_grace_keeps_the_blob(registry: Registry, store: BlobStore) -> None:
+    version = await upload(registry, store, "old")
+    await delete(registry, store, "old")
+    await upload(registry, store, "new")
+    assert await collect(registry, store, grace_s=0) == 0 and store.contains(version.digest)
+
+
+async def test_a_blob_that_an_upload_relies_on_is_not_collected(registry: Registry, store: BlobStore) -> None:
+    version = await upload(registry, store, "old")
+    await delete(registry, store, "old")
+    async with registry.references.reserved(version.digest):
+        assert await collect(registry, store, grace_s=0) == 0
+    assert await collect(registry, store, grace_s=0) == 1
+
+
+async def test_an_upload_waits_for_the_collector_of_its_blob(registry: Registry, store: BlobStore) -> None:
+    version = await upload(registry, store, "old")
+    await delete(registry, store, "old")
+    assert await registry.references.condemn(version.digest, 0)
+    assert not await registry.references.condemn(version.digest, 0)
+    uploading = asyncio.create_task(upload(registry, store, "new"))
+    await asyncio.sleep(0.2)
+    assert not uploading.done()
+    trashed = store.withdraw(version.digest)
+    assert trashed is not None
+    trashed.purge()
+    await registry.references.absolve(version.digest)
+    await uploading
+    assert store.contains(version.digest)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_uploads_deletes_and_collectors_that_cross_never_lose_a_blob(
+    registry: Registry, store: BlobStore, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three collectors without any grace, of which some die in the middle, against six uploaders of three
+    blobs. Whenever a name has a version, its blob is there; in the end nothing else is."""
+    monkeypatch.setattr(references, "_CONDEMNED_S", 1)
+    choices = random.Random(seed)
+    withdraw = store.withdraw
+    ended = asyncio.Event()
+
+    def sometimes_dies(digest: bytes) -> object:
+        trashed = withdraw(digest)
+        if choices.random() < 0.2:  # the next collector finds the blob in the trash
+            raise RuntimeError("killed")
+        return trashed
+
+    monkeypatch.setattr(store, "withdraw", sometimes_dies)
+
+    async def user(number: int) -> None:
+        name = f"n{number}"
+        for _ in range(8):
+            blob = choices.randrange(3)
+            version = await upload(registry, store, name, blob)
+            assert await asyncio.to_thread(store.contains, version.digest)
+            await asyncio.sleep(choices.random() / 100)
+            assert await asyncio.to_thread(store.contains, version.digest), "a registered blob is gone"
+            if choices.random() < 0.7:
+                await delete(registry, store, name)
+
+    async def collector() -> None:
+        while not ended.is_set():
+            with suppress(RuntimeError):
+                await tidy(registry, store, abandoned_after_s=3600, grace_s=0)
+            await asyncio.sleep(0.005)
+
+    collectors = [asyncio.create_task(collector()) for _ in range(3)]
+    try:
+        async with asyncio.TaskGroup() as users:
+            for number in range(6):
+                users.create_task(user(number))
+    finally:
+        ended.set()
+        await asyncio.gather(*collectors)
+    monkeypatch.setattr(store, "withdraw", withdraw)
+    names = await registry.list("acme")
+    wanted = {version.digest for name in names for version in (await _versions(registry, name.name))}
+    await asyncio.sleep(2)
+    await tidy(registry, store, abandoned_after_s=3600, grace_s=0)
+    assert set(store.digests()) == wanted and store.trashed() == []
+
+
+async def _versions(registry: Registry, name: str) -> tuple[AdapterVersion, ...]:
+    found = await registry.show("acme", name)
+    if found is None:
+        raise AdapterNotFound(name)
+    return found.versions
+
+
+async def test_an_upload_that_crashed_before_its_version_leaves_an_orphan(
+    registry: Registry, store: BlobStore
+) -> None:
+    kept = await upload(registry, store, "kept", 1)
+    with store.stage() as staging:
+        staging.publish(bytes(32), {})
+    assert await note_orphans(registry, store) == 1
+    assert await note_orphans(registry, store) == 0
+    assert await collect(registry, store, grace_s=60) == 0
+    assert await collect(registry, store, grace_s=0) == 1
+    assert list(store.digests()) == [kept.digest]
+
+
+async def test_a_lost_redis_makes_no_orphans_of_what_records_name(
+    registry: Registry, store: BlobStore, redis: Redis
+) -> None:
+    version = await upload(registry, store, "sql")
+    await redis.flushall()
+    assert await note_orphans(registry, store) == 0
+    await tidy(registry, store, abandoned_after_s=0, grace_s=0)
+    assert store.contains(version.digest)
+
+
+async def test_what_a_collector_that_died_left_in_the_trash(registry: Registry, store: BlobStore) -> None:
+    kept, gone = await upload(registry, store, "kept", 1), await upload(registry, store, "gone", 2)
+    assert store.withdraw(kept.digest) is not None
+    await delete(registry, store, "gone")
+    assert store.withdraw(gone.digest) is not None
+    await tidy(registry, store, abandoned_after_s=3600, grace_s=3600)
+    assert list(store.digests()) == [kept.digest] and store.trashed() == []
