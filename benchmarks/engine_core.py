@@ -60,6 +60,14 @@ class SleepingRunner:
         self._step_s = step_s
         self.starts: list[float] = []
         self.cpu: list[float] = []
+        self._result = StepResult()
+
+    def submit(self, plan: StepPlan) -> SleepingRunner:
+        self._result = self.execute(plan)
+        return self
+
+    def result(self) -> StepResult:
+        return self._result
 
     def execute(self, plan: StepPlan) -> StepResult:
         if len(plan.rows) == NUM_SEQS and all(len(row.tokens) == 1 for row in plan.rows):

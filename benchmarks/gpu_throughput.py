@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_decode import LLAMA_8B, RandomWeights
+from benchmarks.gpu_decode import LLAMA_8B, RandomWeights, floor_ms
+from benchmarks.gpu_timing import copy_bandwidth
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, PendingResult
 from engine.model.adapter_weights import GroupWeights, HostAdapter
 from engine.model.config import PROJECTION_GROUPS
 from engine.model.llama import LlamaModel
@@ -40,7 +41,8 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
-from engine.step import SamplingParams, StepPlan, StepResult
+from engine.step import SamplingParams, StepPlan
+from engine.step_memory import measure_step_memory
 from kernels.plans import RANK_PAGE
 
 NUM_REQUESTS, PROMPT, OUTPUT = 256, 512, 128
@@ -77,14 +79,14 @@ class TimedRunner:
         self._last: tuple[int, float] | None = None
         self.steps: list[tuple[int, float]] = []
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Notes the seconds from the start of a pure decode step to that of the next one of its size."""
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Notes the seconds from the launch of a pure decode step to that of the next one of its size."""
         now = time.perf_counter()
         size = len(plan.rows) if all(len(row.tokens) == 1 for row in plan.rows) else 0
         if self._last is not None and size and self._last[0] == size:
             self.steps.append((size, now - self._last[1]))
         self._last = (size, now)
-        return self._runner.execute(plan)
+        return self._runner.submit(plan)
 
     def step_ms(self, size: int) -> float:
         return 1e3 * statistics.median(seconds for rows, seconds in self.steps if rows == size)
@@ -122,10 +124,10 @@ class Bench:
     """The model on the device and its runner; every case has a scheduler of its own over them."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
-        self._limits = SchedulerLimits(MAX_NUM_SEQS, max_num_batched_tokens)
+        self.limits = SchedulerLimits(MAX_NUM_SEQS, max_num_batched_tokens)
         device = torch.device("cuda")
         began = time.perf_counter()
-        model = LoadedModel(
+        self.model = LoadedModel(
             config=LLAMA_8B,
             network=LlamaModel(LLAMA_8B, RandomWeights(LLAMA_8B), torch.bfloat16, device),
             digest=bytes(32),
@@ -135,33 +137,47 @@ class Bench:
         )
         torch.cuda.synchronize()
         loaded = time.perf_counter()
-        self.runner = Runner(model, num_blocks=NUM_BLOCKS, num_rank_pages=64, max_lora_rank=64)
-        self.runner.warm_up(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens)
-        warm = time.perf_counter()
-        self.runner.capture_graphs(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens
+        memory = measure_step_memory(
+            self.model,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_lora_rank=64,
+            has_graphs=True,
         )
+        measured = time.perf_counter()
+        self.memory_gib = {
+            "activations": memory.activations / (1 << 30),
+            "graphs_estimated": memory.graphs / (1 << 30),
+        }
+        self.runner = Runner(self.model, num_blocks=NUM_BLOCKS, num_rank_pages=64, max_lora_rank=64)
+        self.runner.warm_up(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        warm, (free, _) = time.perf_counter(), torch.cuda.mem_get_info()
+        self.runner.capture_graphs(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens)
+        self.memory_gib["graphs"] = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
         self.seconds = {
             "weights": loaded - began,
-            "warm_up": warm - loaded,
+            "measure": measured - loaded,
+            "warm_up": warm - measured,
             "graphs": time.perf_counter() - warm,
         }
-        self._adapter = random_adapter()
+        self.adapter = random_adapter()
         self._rng = random.Random(0)
 
     def serve(self, count: int, prompt: int, output: int, case: tuple[int, int]) -> tuple[float, TimedRunner]:
         """Seconds for ``count`` requests that come at once, adapters preloaded if all of them fit."""
         num_adapters, num_pages = case
         news = threading.Event()
-        tiers = AdapterTiers(lambda digest: self._adapter, num_pages=64, host_bytes=1 << 40, wake=news.set)
-        gate = AdapterGate(RankPages(num_pages), tiers, self.runner.write_adapter)
-        scheduler = Scheduler(self._limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
+        tiers = AdapterTiers(lambda digest: self.adapter, num_pages=64, host_bytes=1 << 40, wake=news.set)
+        gate = AdapterGate(RankPages(num_pages), tiers, self.runner.write_adapter, self.runner.drop_adapter)
+        scheduler = Scheduler(self.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
         runner = TimedRunner(self.runner)
-        loop = EngineLoop(scheduler, runner, gate, news)
+        loop = EngineLoop(scheduler, runner, gate, news, overlap=True)
         digests = [b"%d" % i for i in range(num_adapters)] or [b""]
         if num_adapters <= num_pages:
             preload(gate, digests)
-        requests = [self._request(i, prompt, output, digests[i % len(digests)]) for i in range(count)]
+        requests = [self.request(i, prompt, output, digests[i % len(digests)]) for i in range(count)]
         num_ended = 0
 
         def deliver(outputs: Mapping[Hashable, LinkOutput]) -> None:
@@ -201,9 +217,12 @@ class Bench:
                 figures[f"step_{size}"] = runner.step_ms(size)
         return figures
 
-    def _request(self, number: int, prompt: int, output: int, digest: bytes) -> Request:
+    def request(
+        self, number: int, prompt: int, output: int, digest: bytes, *, link: Hashable = "bench"
+    ) -> Request:
+        """A greedy request over random tokens; all are of one tenant."""
         return Request(
-            link="bench",
+            link=link,
             request_id=number,
             prompt=[self._rng.randrange(LLAMA_8B.vocab_size) for _ in range(prompt)],
             sampling=(SamplingParams(),),
@@ -243,8 +262,17 @@ def preload(gate: AdapterGate, digests: Sequence[bytes]) -> None:
         time.sleep(0.001)
 
 
-def table(report: Mapping[str, Mapping[str, float]]) -> str:
-    """Each case's figures, with vLLM's in brackets."""
+def floors(name: str, bandwidth: float) -> dict[str, float]:
+    """Milliseconds that the bytes of each step would take, by column."""
+    num_adapters = CASES[name][0]
+    return {
+        f"step_{size}": floor_ms(LLAMA_8B, size, min(num_adapters, size), bandwidth)
+        for size in (*STEP_SIZES, MAX_NUM_SEQS)
+    }
+
+
+def table(report: Mapping[str, Mapping[str, float]], bandwidth: float) -> str:
+    """Each case's figures, with vLLM's in brackets, and below them the steps' floors."""
     lines = [f"{'adapters':>8} " + " ".join(f"{column:>17}" for column in COLUMNS)]
     for name, figures in report.items():
         cells = []
@@ -254,6 +282,9 @@ def table(report: Mapping[str, Mapping[str, float]]) -> str:
             theirs = VLLM[name][i : i + 1]
             cells.append(f"{ours} ({theirs[0]:.{digits}f})" if theirs else ours)
         lines.append(f"{name:>8} " + " ".join(f"{cell:>17}" for cell in cells))
+        below = floors(name, bandwidth)
+        cells = [f"{below[column]:.2f}" if column in below else "" for column in COLUMNS]
+        lines.append(f"{'floor':>8} " + " ".join(f"{cell:>17}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -268,15 +299,19 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     began = time.monotonic()
+    bandwidth = copy_bandwidth()
     bench = Bench(options.max_num_batched_tokens)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
+        "copy_tb_s": bandwidth,
+        "floor_ms": {name: floors(name, bandwidth) for name in options.cases},
+        "memory_gib": bench.memory_gib,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "ready_seconds": bench.seconds,
         "vllm": {name: dict(zip(COLUMNS, values, strict=False)) for name, values in VLLM.items()},
         "cases": {},
     }
-    print(f"ready: {bench.seconds}", flush=True)
+    print(f"copy {bandwidth:.2f} TB/s; ready: {bench.seconds}; GiB: {bench.memory_gib}", flush=True)
     for name in options.cases:
         if time.monotonic() - began > options.budget_seconds:
             break
@@ -285,7 +320,7 @@ def main() -> None:
         options.out.write_text(json.dumps(report, indent=1))
     options.out.write_text(json.dumps(report, indent=1))
     print("tokens a second; a step in milliseconds, graph: the device's part; (vLLM 0.26.0)")
-    print(table(report["cases"]))
+    print(table(report["cases"], bandwidth))
 
 
 if __name__ == "__main__":

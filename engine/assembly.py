@@ -22,6 +22,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.settings import EngineSettings
+from engine.step_memory import measure_step_memory
 from kernels.native import release_threads
 from protos import engine_pb2 as pb
 
@@ -110,6 +111,15 @@ def _make_runner(settings: EngineSettings, model: LoadedModel, memory: MemoryPla
 
 
 def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: SchedulerLimits) -> MemoryPlan:
+    step = None
+    if model.device.type == "cuda":
+        step = measure_step_memory(
+            model,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_lora_rank=settings.max_lora_rank,
+            has_graphs=not settings.enforce_eager,
+        )
     return plan_memory(
         model.config,
         model.dtype,
@@ -120,8 +130,7 @@ def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: Scheduler
             num_gpu_blocks_override=settings.num_gpu_blocks_override,
             lora_memory_bytes=settings.lora_bytes(model.device.type),
             max_lora_rank=settings.max_lora_rank,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            step=step,
         ),
     )
 

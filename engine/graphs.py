@@ -79,39 +79,64 @@ class StepGraphs:
             "page_widths": page_widths,
             "device": device,
         }
-        families = [_Family(forward, DecodeInputs(**common), captured_sizes(max_num_seqs), device)]
+        families: list[_Family] = []
         if mixed:
             families.append(_Family(forward, MixedInputs(max_tokens=mixed[-1], **common), mixed, device))
-        self._families = families
+        families.append(_Family(forward, DecodeInputs(**common), captured_sizes(max_num_seqs), device))
+        self._families = families  # those with the largest steps first
+        self._widths = (0, *page_widths)
         self._device = device
-        self._capture((0, *page_widths))
 
     def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor | None:
         """The hidden states of the rows that sample, [S, H], valid until the next run.
 
         Launches only: the host does not wait for the device. None: no graph holds the step.
         """
-        for family in self._families:
+        for family in reversed(self._families):
             if family.inputs.fits(rows):
                 return family.run(rows, drawn)
         return None
 
     @torch.inference_mode()
-    def _capture(self, page_widths: Sequence[int]) -> None:
-        # Capturing does it anyway, and then what the warm-up left behind would be taken for the graphs' own.
-        torch.cuda.empty_cache()
-        began, (free, _) = time.monotonic(), torch.cuda.mem_get_info(self._device)
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self) -> None:
+        """Capture all of them. Takes device memory, for as long as this object lives."""
+        began, free, pool = time.monotonic(), self._free_bytes(), torch.cuda.graph_pool_handle()
         # The largest first: the others' activations then fit into the memory that it has taken.
-        for family in reversed(self._families):
-            family.capture(page_widths, pool)
+        for family in self._families:
+            family.capture(family.sizes, self._widths, pool)
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         _log.info(
             "captured %d CUDA graphs in %.1f s; they take %.2f GiB",
-            sum(len(family.graphs) for family in self._families),
+            self._num_graphs(),
             time.monotonic() - began,
             taken / (1 << 30),
         )
+
+    @torch.inference_mode()
+    def estimate(self) -> int:
+        """Bytes that all of them would take: the activations of the largest, and what each takes beside.
+
+        Captures some of them, which go with this object.
+        """
+        total = sum(len(family.sizes) for family in self._families) * len(self._widths)
+        free, pool = self._free_bytes(), torch.cuda.graph_pool_handle()
+        for family in self._families:
+            family.capture(family.sizes[-1:], self._widths, pool)
+        free_with_largest, num_largest = torch.cuda.mem_get_info(self._device)[0], self._num_graphs()
+        for family in self._families:
+            family.capture(family.sizes[:-1][:2], self._widths, pool)
+        num_more = max(1, self._num_graphs() - num_largest)
+        each = (free_with_largest - torch.cuda.mem_get_info(self._device)[0]) / num_more
+        return int(free - free_with_largest + each * (total - num_largest))
+
+    def _free_bytes(self) -> int:
+        """Free memory of the device, without what is cached of earlier work: capturing gives that back."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def _num_graphs(self) -> int:
+        return sum(len(family.graphs) for family in self._families)
 
 
 class _Family:
@@ -119,21 +144,21 @@ class _Family:
 
     def __init__(self, forward: Forward, inputs: _Inputs, sizes: Sequence[int], device: torch.device) -> None:
         self.inputs = inputs
+        self.sizes = sizes
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._forward = forward
-        self._sizes = sizes
         self._device = device
 
     def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor:
         page_width = self.inputs.write(rows, drawn)
-        size = self._sizes[bisect_left(self._sizes, self.inputs.size_of(rows))]
+        size = self.sizes[bisect_left(self.sizes, self.inputs.size_of(rows))]
         graph, hidden = self.graphs[size, page_width]
         graph.replay()
         return hidden[: sum(row.sampling is not None for row in rows)]
 
-    def capture(self, page_widths: Sequence[int], pool: Any) -> None:
-        """Capture a graph for each size, the largest first, and each page width."""
-        for size in reversed(self._sizes):
+    def capture(self, sizes: Sequence[int], page_widths: Sequence[int], pool: Any) -> None:
+        """Capture a graph for each of ``sizes``, the largest first, and each page width."""
+        for size in reversed(sizes):
             for width in page_widths:
                 # Once before, so that nothing is compiled, loaded or looked up under capture.
                 self._forward(self.inputs.batch(size, page_width=width))

@@ -28,16 +28,27 @@ class NotEnoughMemory(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What steps take of a GPU beside weights, pages and blocks, in bytes; see ``engine.step_memory``."""
+
+    activations: int
+    graphs: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What the flags say, in bytes unless named otherwise; None: not given."""
+    """What the flags say, in bytes unless named otherwise; None: not given.
+
+    Attributes:
+        step: on a GPU, what was measured of its steps.
+    """
 
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     num_gpu_blocks_override: int | None
     lora_memory_bytes: int
     max_lora_rank: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    step: StepMemory | None = None
 
     @property
     def ends_bytes(self) -> int:
@@ -65,8 +76,8 @@ def plan_memory(
 
     Rank pages take ``lora_memory_bytes``, and a quarter as much stays free for what adapters hold beside
     them. Blocks are counted by, in this order, the override, the bytes given, or what is left: on a GPU the
-    utilization's share of all memory less what is in use and what a step needs; on a CPU 1 GiB, or less if
-    less is free.
+    utilization's share of all memory less what is in use and what steps and their graphs need; on a CPU
+    1 GiB, or less if less is free.
 
     Raises:
         NotEnoughMemory: an adapter of ``max_lora_rank`` or a request of ``max_model_len`` would not fit.
@@ -84,7 +95,7 @@ def plan_memory(
     else:
         kv_bytes = limits.kv_cache_memory_bytes
         if kv_bytes is None:
-            kv_bytes = _memory_left(config, dtype, device, limits) - num_pages * page_bytes
+            kv_bytes = _memory_left(device, limits) - num_pages * page_bytes
             kv_bytes -= limits.ends_bytes
         num_blocks = kv_bytes // block_bytes
     needed_blocks = -(-config.max_model_len // BLOCK_SIZE)
@@ -119,20 +130,21 @@ def _flag_of_blocks(limits: MemoryLimits) -> str:
     return "--kv-cache-memory-bytes or --gpu-memory-utilization"
 
 
-def _memory_left(config: ModelConfig, dtype: torch.dtype, device: torch.device, limits: MemoryLimits) -> int:
+def _memory_left(device: torch.device, limits: MemoryLimits) -> int:
     """Bytes for KV and adapters together."""
     if device.type == "cuda":
+        assert limits.step is not None, "a GPU's steps are measured first"
         free, total = torch.cuda.mem_get_info(device)
-        allowed = int(total * limits.gpu_memory_utilization) - (total - free)
-        return allowed - _step_bytes(config, dtype, limits)
+        allowed = int(total * limits.gpu_memory_utilization)
+        _log.info(
+            "GPU memory: %.2f GiB of %.2f GiB may be used; weights and what else is there take %.2f GiB, a "
+            "step's activations %.2f GiB, CUDA graphs %.2f GiB",
+            allowed / _GIB,
+            total / _GIB,
+            (total - free) / _GIB,
+            limits.step.activations / _GIB,
+            limits.step.graphs / _GIB,
+        )
+        return allowed - (total - free) - limits.step.activations - limits.step.graphs
     wanted = _CPU_KV_BYTES + limits.lora_memory_bytes + limits.ends_bytes
     return min(wanted, int(available_ram() * limits.gpu_memory_utilization))
-
-
-def _step_bytes(config: ModelConfig, dtype: torch.dtype, limits: MemoryLimits) -> int:
-    """What the largest step allocates for its activations and logits, rounded up generously."""
-    widths = (config.group_splits(group)[-1] + config.group_in(group) for group in ("qkv", "gate_up"))
-    activations = limits.max_num_batched_tokens * (4 * config.hidden_size + 2 * max(widths)) * dtype.itemsize
-    # Sampling sorts float32 logits: values and int64 indices, twice over.
-    logits = limits.max_num_seqs * config.vocab_size * 2 * (torch.float32.itemsize + torch.int64.itemsize)
-    return activations + logits

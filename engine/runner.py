@@ -69,13 +69,14 @@ class Runner:
         """
         num_tokens = min(max_num_batched_tokens, self._num_blocks * BLOCK_SIZE, self._max_model_len)
         blocks = range(-(-num_tokens // BLOCK_SIZE))
+        num_prompts = min(max_num_seqs, max_num_batched_tokens // num_tokens)
         # A GPU's kernels are compiled by need: for each width, of mixed steps, of all that sampling has.
         on_gpu = self._device.type == "cuda"
         for width in (self._page_widths if on_gpu else self._page_widths[:1]) or [0]:
             adapter = StepAdapter(1, (0,) * width, RANK_PAGE * width) if width else None
             prefill = StepRow(0, [0] * num_tokens, 0, blocks, adapter, sampling=SamplingParams())
             decode = StepRow(0, [0], 0, (0,), adapter, sampling=SamplingParams(temperature=1.0))
-            self.execute(StepPlan((prefill,)))
+            self.execute(StepPlan((prefill,) * num_prompts))
             self.execute(StepPlan((decode,) * max_num_seqs))
             if on_gpu:
                 every = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=1)
@@ -87,7 +88,15 @@ class Runner:
 
         Takes device memory, for good. Call it after `warm_up`.
         """
-        self._graphs = StepGraphs(
+        self._graphs = self._make_graphs(max_num_seqs, max_num_batched_tokens)
+        self._graphs.capture()
+
+    def estimate_graphs(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Bytes of device memory that `capture_graphs` would take. Call it after `warm_up`."""
+        return self._make_graphs(max_num_seqs, max_num_batched_tokens).estimate()
+
+    def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> StepGraphs:
+        return StepGraphs(
             self._forward,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

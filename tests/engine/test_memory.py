@@ -11,7 +11,7 @@ import torch
 
 from engine import memory
 from engine.kv_cache import KVCache, kv_block_bytes
-from engine.memory import MemoryLimits, NotEnoughMemory, plan_memory
+from engine.memory import MemoryLimits, NotEnoughMemory, StepMemory, plan_memory
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.lora_pool import RankPagePool, rank_page_bytes
 
@@ -40,8 +40,7 @@ LIMITS = MemoryLimits(
     num_gpu_blocks_override=None,
     lora_memory_bytes=1 << 20,
     max_lora_rank=64,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
+    step=StepMemory(activations=2 * GIB, graphs=GIB),
 )
 
 
@@ -74,12 +73,16 @@ def test_cpu_default_is_a_gibibyte_or_what_is_free(monkeypatch: pytest.MonkeyPat
     assert blocks * block == pytest.approx(0.9 * GIB / 2 - LIMITS.lora_memory_bytes, rel=0.01)
 
 
-def test_gpu_takes_its_share_less_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_takes_its_share_less_what_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     cuda = SimpleNamespace(type="cuda")
-    plan = plan_memory(CONFIG, torch.float32, cuda, LIMITS)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        plan = plan_memory(CONFIG, torch.float32, cuda, LIMITS)  # type: ignore[arg-type]
     used = plan.num_blocks * kv_block_bytes(CONFIG, torch.float32)
-    assert used == pytest.approx((0.9 * 80 - 30) * GIB, rel=0.001)
+    assert used == pytest.approx((0.9 * 80 - 30 - 3) * GIB, rel=0.001)
+    assert "activations 2.00 GiB, CUDA graphs 1.00 GiB" in caplog.text
 
 
 @pytest.mark.parametrize(

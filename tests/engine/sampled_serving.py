@@ -1,0 +1,123 @@
+"""Random requests of all kinds of sampling, served by the loop over a real runner, stepped by hand."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engine.adapter_tiers import AdapterTiers
+from engine.block_pool import BlockPool
+from engine.loop import EngineLoop
+from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_weights import HostAdapter
+from engine.model.loading import LoadedModel
+from engine.outputs import LinkOutput
+from engine.rank_pages import RankPages
+from engine.runner import Runner
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.adapter_gate import AdapterGate
+from engine.sequence import FinishReason, Request
+from engine.step import SamplingParams
+from kernels.native import release_threads
+
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 8, 48
+Key = tuple[int, int]
+"""A request and a choice."""
+
+
+WISHES = [
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1.0, presence_penalty=0.6, frequency_penalty=0.4),
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(temperature=1.2, top_k=20, frequency_penalty=1.0, repetition_penalty=1.1),
+    SamplingParams(logit_bias=((5, 4.0), (9, 3.5)), logprobs=2),
+    SamplingParams(temperature=0.7, min_p=0.05, logprobs=0),
+]
+
+
+def random_request(rng: random.Random, number: int, vocab_size: int, digest: bytes) -> Request:
+    params = rng.choice(WISHES)
+    prompt = [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 60))]
+    stop = frozenset(rng.sample(range(vocab_size), 30)) if rng.random() < 0.5 else frozenset()
+    return Request(
+        link="link",
+        request_id=number,
+        prompt=prompt,
+        sampling=tuple(replace(params, seed=number * 10 + k) for k in range(rng.choice((1, 1, 3)))),
+        max_len=len(prompt) + rng.randrange(1, 40),
+        block_root=b"root" + digest,
+        adapter_digest=digest,
+        stop_token_ids=stop,
+        min_tokens=rng.choice((0, 0, 6)),
+    )
+
+
+@dataclass
+class Served:
+    """What came of all choices of all requests."""
+
+    tokens: dict[Key, list[int]] = field(default_factory=dict)
+    logprobs: dict[Key, list[float]] = field(default_factory=dict)
+    ends: dict[Key, FinishReason] = field(default_factory=dict)
+    num_preemptions: int = 0
+
+    def deliver(self, outputs: Mapping[Hashable, LinkOutput]) -> None:
+        for out in outputs.values():
+            for request_id, choice, token, logprobs in zip(
+                out.request_ids, out.choices, out.tokens, out.logprobs, strict=True
+            ):
+                self.tokens.setdefault((request_id, choice), []).append(token)
+                if logprobs is not None:
+                    self.logprobs.setdefault((request_id, choice), []).append(logprobs.chosen)
+            self.ends.update({(end.request_id, end.choice): end.reason for end in out.finished})
+
+
+def serve(
+    model: LoadedModel,
+    runner: Runner,
+    seed: int,
+    *,
+    num_blocks: int,
+    overlap: bool,
+    folders: Mapping[bytes, Path],
+    num_pages: int,
+) -> Served:
+    """Answers requests that come two at a time, under the adapters in ``folders`` (none for b"") in turn."""
+    rng = random.Random(seed)
+    digests = [b"", *folders]
+    requests = [
+        random_request(rng, number, model.config.vocab_size, digests[number % len(digests)])
+        for number in range(12)
+    ]
+    news = threading.Event()
+
+    def read(digest: bytes) -> HostAdapter:
+        try:
+            return read_adapter(folders[digest], model.network, pin=model.device.type == "cuda")
+        finally:
+            release_threads()
+
+    tiers = AdapterTiers(read, num_pages=num_pages, host_bytes=1, wake=news.set)
+    gate = AdapterGate(RankPages(num_pages), tiers, runner.write_adapter, runner.drop_adapter)
+    limits = SchedulerLimits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
+    scheduler = Scheduler(limits, BlockPool(num_blocks), gate)
+    loop = EngineLoop(scheduler, runner, gate, news, overlap=overlap)
+    served = Served()
+    while requests or scheduler.num_running or scheduler.num_waiting:
+        for request in requests[:2]:
+            loop.submit(request)
+        del requests[:2]
+        if not loop.step(served.deliver):
+            news.wait(0.01)
+            news.clear()
+    while loop.step(served.deliver):
+        pass
+    scheduler.check()
+    assert scheduler.num_free_blocks == num_blocks
+    tiers.close()
+    served.num_preemptions = scheduler.num_preemptions
+    return served
