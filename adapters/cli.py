@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from adapters.check import check
 from adapters.client import ClientError, Exit
-from adapters.commands import aliases, contents, grants
+from adapters.commands import aliases, contents, grants, store
 from adapters.commands.shared import (
     DEFAULT_URL,
     ApiKey,
@@ -62,6 +62,8 @@ for command in (
     aliases.rename,
     grants.grant,
     grants.revoke,
+    store.pull,
+    store.reindex,
 ):
     app.command()(command)
 

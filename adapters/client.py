@@ -92,6 +92,10 @@ class AdaptersClient:
             except json.JSONDecodeError:
                 raise self._not_a_gateway() from None
 
+    def pull(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Lets the server take an adapter from a hub. Returns the new version."""
+        return self._call("POST", "/v1/adapter-pulls", json=body)
+
     def base(self) -> dict[str, Any]:
         """Returns the shape of the base model, which an adapter must fit."""
         return self._call("GET", "/v1/adapter-base")
