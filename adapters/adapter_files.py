@@ -26,7 +26,7 @@ TOKENIZER_FILES: Mapping[str, int] = {
 }
 """The files of a tokenizer that an adapter may bring, with the bytes each may have."""
 
-SMALL_FILES: Mapping[str, int] = {CONFIG_FILE: _MIB, INDEX_FILE: 16 * _MIB, **TOKENIZER_FILES}
+SMALL_FILES: Mapping[str, int] = {CONFIG_FILE: _MIB, INDEX_FILE: 4 * _MIB, **TOKENIZER_FILES}
 """Every file but those of weights, with the bytes each may have."""
 
 MAX_SMALL_BYTES = sum(SMALL_FILES.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from adapters.errors import InvalidAdapter, listed
@@ -73,3 +73,24 @@ class BaseModelShape:
 def head_path(root: str) -> str:
     """The full name of lm_head."""
     return f"language_model.{HEAD}" if root == "language_model.model" else HEAD
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """A dotted name, and what follows each of its dots."""
+    yield path
+    while "." in path:
+        path = path.partition(".")[2]
+        yield path
+
+
+def end_of(name: str) -> str | None:
+    """The end that PEFT finds by a full or shortened module name; None for any other module's."""
+    return _END_OF.get(name)
+
+
+_END_OF = {
+    suffix: end
+    for root in ROOTS
+    for end, path in ((EMBEDDING, f"{root}.{EMBEDDING}"), (HEAD, head_path(root)))
+    for suffix in suffixes(path)
+}

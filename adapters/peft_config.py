@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.base_model import EMBEDDING, ENDS
+from adapters.base_model import EMBEDDING, end_of
 from adapters.errors import InvalidAdapter, listed, shown
 from adapters.patterns import Budget, Pattern, UnsafePattern
 from adapters.strict_json import NotStrictJson, load_object
@@ -62,7 +62,6 @@ REFUSED: Mapping[str, str] = {
 }
 
 _ENDS = "embed_tokens and lm_head"
-_END_PARENTS = ("", "model", "model.language_model", "language_model", "language_model.model")
 
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -299,7 +298,7 @@ def _check_targets(config: LoraConfig) -> None:
 
 def _saved_ends(fields: Mapping[str, Any]) -> tuple[str, ...]:
     names = _as_tuple(_names(fields, "modules_to_save"))
-    ends = [_end(name) for name in names]
+    ends = [end_of(name) for name in names]
     unknown = [name for name, end in zip(names, ends, strict=True) if end is None]
     if unknown:
         raise InvalidAdapter(
@@ -319,7 +318,7 @@ def _token_indices(fields: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
     by_name = value if isinstance(value, dict) else {EMBEDDING: value}
     indices: dict[str, tuple[int, ...]] = {}
     for module, tokens in by_name.items():
-        end = _end(module)
+        end = end_of(module)
         if end is None or end in indices:
             raise InvalidAdapter(
                 f"{name} names {shown(module)}; of trained tokens, those of {_ENDS} are served, each once.",
@@ -327,12 +326,6 @@ def _token_indices(fields: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
             )
         indices[end] = tuple(tokens)
     return indices
-
-
-def _end(name: str) -> str | None:
-    """The bare name of the end that `name` means, in full or in short."""
-    head, _, last = name.rpartition(".")
-    return last if last in ENDS and head in _END_PARENTS else None
 
 
 def _are_tokens(value: Any) -> bool:

@@ -156,14 +156,15 @@ class _Assembly:
                 allowed |= self._rules.allowed(spot[1])
             if slot in allowed:
                 continue
-            if slot in _LORA_SLOTS and spot in self._targets.spots:
-                field = "lora_bias" if slot is Slot.BIAS else "use_dora"
-                mend = f"set {field}=true if it was trained with it"
-            else:
+            if slot in (Slot.BIAS, Slot.MAGNITUDE) and spot in self._targets.spots:
+                mend = f"set {'lora_bias' if slot is Slot.BIAS else 'use_dora'}=true if it was trained so"
+            elif slot in _LORA_SLOTS:
                 mend = "add the module to target_modules"
+            else:
+                mend = "see modules_to_save and trainable_token_indices"
             raise InvalidAdapter(
-                f"The tensor {shown(tensor.name)} belongs to a module that the config does not target so, "
-                f"and PEFT would ignore it; {mend}, or save the adapter anew.",
+                f"The tensor {shown(tensor.name)} is not among those of the config's target modules, so PEFT "
+                f"would ignore it; {mend}, or save the adapter anew.",
                 tensor.name,
             )
 
@@ -209,13 +210,13 @@ class _Assembly:
         if not layout.invocation_tokens:
             return
         name = "alora_invocation_tokens"
-        beyond = [token for token in layout.invocation_tokens if token >= max(self._shape.vocab_size, 1)]
-        if beyond and self._shape.vocab_size:
+        vocab_size = self._shape.vocab_size
+        beyond = [token for token in layout.invocation_tokens if 0 < vocab_size <= token]
+        if beyond:
             raise InvalidAdapter(
-                f"{name} names token {beyond[0]}, but the base model has {self._shape.vocab_size}.", name
+                f"{name} names token {beyond[0]}, but the base model has {vocab_size}.", name
             )
-        everywhere = layout.embedding or layout.saved_embedding or layout.saved_lm_head
-        if everywhere:
+        if layout.embedding or layout.saved_embedding or layout.saved_lm_head:
             raise InvalidAdapter(
                 f"{name} is set, but the adapter also changes the embedding or lm_head as a whole, which "
                 "PEFT does before the invocation too; save it with save_embedding_layers=False.",

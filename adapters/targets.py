@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
-from adapters.base_model import ENDS, HEAD, BaseModelShape, Spot
+from adapters.base_model import ENDS, HEAD, BaseModelShape, Spot, suffixes
 from adapters.errors import InvalidAdapter, listed, shown
 from adapters.patterns import Budget, Pattern
 from adapters.peft_config import LoraConfig
@@ -142,11 +141,3 @@ class _Matcher:
         if self._pattern is not None:
             return self._pattern.matches_whole(end)
         return any(name.rpartition(".")[2] == end for name in self._names)
-
-
-def suffixes(path: str) -> Iterator[str]:
-    """A dotted name, and what follows each of its dots."""
-    yield path
-    while "." in path:
-        path = path.partition(".")[2]
-        yield path

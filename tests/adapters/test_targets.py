@@ -59,6 +59,10 @@ PEFT_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "pattern is no suffix": {"target_modules": ["q_proj"], "rank_pattern": {"proj": 2, "attn.q": 3}},
     "regex": {"target_modules": r".*\.(?:self_attn\.[qk]_proj|mlp\.down_proj)"},
+    "regex as Unsloth writes it": {
+        "target_modules": r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:k_proj|q_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attn|mlp|dense)\.(?:(?:k_proj|q_proj|gate_proj)))"
+    },
     "regex of one layer": {"target_modules": r"model\.layers\.1\..*_proj"},
     "full names": {"target_modules": ["model.layers.0.mlp.up_proj", "layers.1.self_attn.o_proj"]},
     "one layer": {"target_modules": ["q_proj", "mlp.up_proj"], "layers_to_transform": 1},

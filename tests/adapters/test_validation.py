@@ -58,6 +58,7 @@ SAME: dict[str, dict[str, Any]] = {
     "metadata": {"weights": safetensors(tensors(), {"format": "pt"})},
     "key order": {"config_json": json.dumps(dict(reversed(config().items())), indent=3).encode()},
     "base model's name": {"config_json": config(base_model_name_or_path="/home/me/model")},
+    "unsloth's mark": {"config_json": config(auto_mapping={"base_model_class": "X", "unsloth_fixed": True})},
     "dropout": {"config_json": config(lora_dropout=0.5, peft_version="0.1")},
     "order of modules": {"config_json": config(target_modules=["down_proj", "q_proj"])},
     "regex": {"config_json": config(target_modules=r".*\.(q|down)_proj")},
