@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import Engine, expected_output, make_engine, make_request
+from builders import Engine, digest_of, expected_output, make_engine, make_request
 
 from engine.scheduler.turns import LEAST_TURN
 
@@ -123,4 +123,30 @@ def test_a_long_context_has_a_longer_turn() -> None:
     engine.scheduler.add(make_request(5, request_id=2, adapter="b", max_tokens=5))
     steps_until_started(engine, 2)
     assert 2000 // 16 <= len(engine.tokens["link", 1, 0]) <= 2400 // 16 + SLACK
+    engine.close()
+
+
+def test_who_yields_goes_behind_those_who_wait_already() -> None:
+    engine = make_engine(num_pages=1, num_blocks=400)
+    bring(engine, "a", "b", "c")
+    for number, name in enumerate("ab"):
+        engine.scheduler.add(make_request(5, request_id=number, adapter=name, max_tokens=1000))
+    steps_until_started(engine, 0, 1)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="c", max_tokens=1000))
+    assert steps_until_started(engine, 2)[2] <= 2 * (LEAST_TURN + SLACK), "two older ones do not keep it out"
+    engine.close()
+
+
+def test_a_pinned_adapter_in_use_is_nobodys_victim() -> None:
+    engine = make_engine(num_pages=4, num_blocks=400)
+    bring(engine, "pinned", "cold")
+    engine.gate.pin(frozenset({digest_of("pinned")}))
+    engine.scheduler.add(make_request(5, request_id=1, adapter="pinned", max_tokens=500))
+    steps_until_started(engine, 1)
+    engine.store.add("wide", 48)
+    engine.scheduler.add(make_request(5, request_id=2, adapter="wide", max_tokens=500))
+    steps_until_started(engine, 2)
+    engine.scheduler.add(make_request(5, request_id=3, adapter="cold", max_tokens=5))
+    assert steps_until_started(engine, 3)[3] <= LEAST_TURN + SLACK
+    assert engine.pages.references(digest_of("pinned")) == 1 and engine.tiers.counters.yields == 1
     engine.close()
