@@ -18,6 +18,7 @@ from gateway.api import (
     completions,
     health,
     models,
+    pulls,
     uploads,
 )
 from gateway.bodies import BodyLimit
@@ -50,6 +51,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         models,
         adapters,
         uploads,
+        pulls,
         adapter_aliases,
         adapter_contents,
         adapter_grants,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
@@ -29,6 +30,9 @@ from gateway.upload_sessions import UploadSessions
 from gateway.upload_slots import UploadSlots
 from gateway.upload_transfers import UploadTransfers
 
+if TYPE_CHECKING:
+    from gateway.hub import Hub
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -47,6 +51,8 @@ class Services:
     templates: TemplateHost
     models: ModelResolver
     metrics: Metrics
+    hub: Hub | None
+    """None: the operator allows no pulls."""
     upload_slots: UploadSlots
     upload_sessions: UploadSessions
     upload_transfers: UploadTransfers
@@ -96,7 +102,14 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             templates=templates,
             models=ModelResolver(registry, engines),
             metrics=Metrics(EngineMetrics(engines.leases)),
+            hub=_hub() if settings.allow_hub_pull else None,
             upload_slots=UploadSlots(settings.uploads_per_tenant),
             upload_sessions=sessions,
             upload_transfers=UploadTransfers(),
         )
+
+
+def _hub() -> Hub:
+    from gateway.hub import Hub  # here, since its HTTP client takes a while to import
+
+    return Hub()

@@ -58,6 +58,10 @@ class GatewaySettings(BaseSettings):
         ge=0,
         description="How long the store keeps an adapter's files after the last name that used them is gone.",
     )
+    allow_hub_pull: bool = Field(
+        default=False,
+        description="Whether tenants may have adapters fetched from huggingface.co by name.",
+    )
     uploads_per_tenant: int = Field(
         default=4,
         ge=1,

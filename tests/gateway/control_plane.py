@@ -22,11 +22,12 @@ from redis.asyncio import Redis
 from adapters.collector import collect
 from adapters.folder_store import FolderStore
 from adapters.registry import Registry
-from gateway.api import adapter_aliases, adapter_base, adapter_contents, adapter_grants, uploads
+from gateway.api import adapter_aliases, adapter_base, adapter_contents, adapter_grants, pulls, uploads
 from gateway.api import adapters as adapters_api
 from gateway.api import admin as admin_api
 from gateway.auth import Authenticator
 from gateway.errors import install_error_handling
+from gateway.hub import Hub
 from gateway.keys import Keys
 from gateway.redis_client import connect
 from gateway.services import Services
@@ -113,14 +114,16 @@ class ControlPlane:
 
 
 @asynccontextmanager
-async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> AsyncIterator[ControlPlane]:
+async def control_plane(
+    valkey_url: str, folder: Path, *, hub: Hub | None = None, **settings: Any
+) -> AsyncIterator[ControlPlane]:
     """Serves the admin and the adapters API on a free port."""
     config = GatewaySettings(
         redis_url=valkey_url, store=str(folder / "store"), operator_key=SecretStr(OPERATOR_KEY), **settings
     )
     engines = Engines()
     async with connect(valkey_url) as redis:
-        services = _services(config, redis, engines)
+        services = _services(config, redis, engines, hub)
         await services.authenticator.start()
         app = FastAPI()
         install_error_handling(app)
@@ -128,6 +131,7 @@ async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> Async
         for module in (
             adapters_api,
             uploads,
+            pulls,
             adapter_aliases,
             adapter_base,
             adapter_contents,
@@ -142,7 +146,7 @@ async def control_plane(valkey_url: str, folder: Path, **settings: Any) -> Async
             await services.authenticator.close()
 
 
-def _services(config: GatewaySettings, redis: Redis, engines: Engines) -> Services:
+def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub | None) -> Services:
     tenants, keys = Tenants(redis), Keys(redis)
     authenticator = Authenticator(
         redis,
@@ -164,6 +168,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines) -> Servic
         store=store,
         engines=engines,
         tokenizers=SimpleNamespace(files=lambda digest: {}),
+        hub=hub,
         upload_slots=UploadSlots(config.uploads_per_tenant),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),
         upload_transfers=UploadTransfers(),
