@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.random_adapters import write_adapter
 from tests.e2e.processes import EXACT, JSON, PIRATE, Stack
+from tests.e2e.tiny import FLAGS, TinyZoo
 
 # Small enough that a burst is preempted, and has to wait for blocks, pages and its turn.
 _TIGHT = (
@@ -53,3 +54,21 @@ def tenants(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Tenants:
     ):
         stack.upload(folder, name, key)
     return Tenants(acme, globex)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> TinyZoo:
+    """A tiny model, and PEFT over it."""
+    return TinyZoo.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_stack(zoo: TinyZoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that serves the tiny model of `zoo`. Tests make tenants of their own."""
+    stack = Stack(tmp_path_factory.mktemp("tiny-stack"), FLAGS, model=zoo.folder / "model")
+    try:
+        stack.start()
+        yield stack
+    finally:
+        stack.stop()
+    stack.assert_calm()

@@ -134,15 +134,20 @@ class Service:
 
 
 class Stack:
-    """Valkey, an engine and a gateway on free ports, with all that they keep in `folder`."""
+    """Valkey, an engine and a gateway on free ports, with all that they keep in `folder`.
 
-    def __init__(self, folder: Path, engine_args: Sequence[str], **environment: str) -> None:
+    `model` is a Hugging Face folder; without it, the stack runs the real model.
+    """
+
+    def __init__(
+        self, folder: Path, engine_args: Sequence[str], *, model: Path | None = None, **environment: str
+    ) -> None:
         self.ports = free_ports()
         self.url = f"http://127.0.0.1:{self.ports.gateway}"
         self.engine_address = f"127.0.0.1:{self.ports.engine}"
         self.redis_url = f"redis://127.0.0.1:{self.ports.redis}/0"
         plan = StackPlan(
-            model=str(gguf_file()),
+            model=str(model or gguf_file()),
             host="127.0.0.1",
             port=self.ports.gateway,
             engine_port=self.ports.engine,
@@ -214,7 +219,8 @@ class Stack:
 
     async def _expiry(self, redis: Redis) -> int:
         """When the lease ends, in ms of Redis' own clock; each renewal moves it."""
-        return await redis.pexpiretime(f"loraplex:{{engines}}:lease:{self.engine_address}")
+        (lease,) = await EngineLeases(redis).live()
+        return await redis.pexpiretime(f"loraplex:{{engines}}:lease:{lease.engine_id}")
 
     async def metric(self, name: str) -> float:
         """The value of a metric without labels."""
