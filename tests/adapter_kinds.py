@@ -116,6 +116,7 @@ def _resized(model: PreTrainedModel, kind: Kind) -> PreTrainedModel:
     if kind.added_tokens:
         own.resize_token_embeddings(model.config.vocab_size + kind.added_tokens, mean_resizing=False)
         for module in (own.get_input_embeddings(), own.get_output_embeddings()):
+            assert isinstance(module, (torch.nn.Embedding, torch.nn.Linear))
             with torch.no_grad():
                 module.weight[model.config.vocab_size :].normal_(std=0.3)
     return own
@@ -128,6 +129,8 @@ def _train(model: torch.nn.Module) -> None:
         noise = torch.randn_like(parameter)
         if "lora_magnitude_vector" in name:
             parameter.mul_(1 + 0.3 * noise)
+        elif "lora_embedding_B" in name:
+            parameter.mul_(0.1)  # PEFT begins with numbers of size 1, many times those of an embedding.
         elif "lora_B" in name and name.endswith("bias"):
             parameter.copy_(0.2 * noise)
         elif "trainable_tokens_delta" in name:

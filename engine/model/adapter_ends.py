@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from engine.step import StepRow
 
@@ -209,7 +209,7 @@ def _embed(end: End, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _project(end: End, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """[n, V]: from the base's ``logits`` of ``hidden`` [n, H]; those of tokens that it lacks do not count."""
     if end.replaced is not None:
-        logits = logits.index_copy(1, end.replaced.tokens, hidden @ end.replaced.rows.T)
+        logits = logits.index_copy(1, end.replaced.tokens, linear(hidden, end.replaced.rows))
     if end.gain is not None:
         logits = logits + logits * end.gain
     if end.a is not None and end.b is not None:

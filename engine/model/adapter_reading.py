@@ -13,7 +13,7 @@ from adapters.base_model import BaseModelShape
 from adapters.layout import AdapterLayout, LowRank
 from adapters.peft_config import MAX_RANK
 from adapters.reader import read_layout
-from engine.model.adapter_tensors import AdapterTensors, open_adapter
+from engine.model.adapter_tensors import AdapterTensors
 from engine.model.adapter_weights import GroupWeights, HostAdapter, pages_of_rank
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from engine.model.dora import row_gains
@@ -51,7 +51,8 @@ def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter
     num_pages = pages_of_rank(rank + _NUM_VECTORS if layout.has_vectors else rank)
     groups = _empty_groups(num_pages, config, network.dtype, pin=pin)
     ends = None
-    with open_adapter(folder) as tensors, _own_stream(network.device):
+    tensors = AdapterTensors(folder)
+    with _own_stream(network.device):
         for (layer, group), updates in _by_group(layout).items():
             _fill_group(groups[group], updates, layer, group, network, tensors)
         if layout.has_ends or layout.vocab_size != config.vocab_size:
@@ -110,7 +111,7 @@ def _fill_group(
             vectors[GAIN_ROW] = gain
             b = b * (1 + gain)[:, None]
         if update.bias is not None:
-            vectors[SHIFT_ROW] = tensors.get(update.bias) * update.scale
+            vectors[SHIFT_ROW] = tensors.get(update.bias).float() * update.scale
         _fill_ranks(weights, update, layer, m, columns, (a, b))
 
 

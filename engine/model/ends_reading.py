@@ -72,26 +72,26 @@ class EndsReader:
         trained: TrainedTokens | None,
         tensors: AdapterTensors,
     ) -> ReplacedRows | None:
-        """The rows of a saved table, with trained rows in it, that the base does not have."""
-        tokens, rows = [], []
+        """The rows of a saved table that the base does not have, and trained rows in place of any."""
+        tokens, rows = [torch.zeros(0, dtype=torch.int64)], [base[:0].cpu()]
         if saved is not None:
             for start in range(0, saved.shape[0], CHUNK_ROWS):
                 part = tensors.rows(saved, start, start + CHUNK_ROWS).to(base.dtype)
                 known = base[start : start + len(part)].to(part.device)
                 new = torch.ones(len(part), dtype=torch.bool)
                 new[: len(known)] = (part[: len(known)] != known).any(dim=1)
+                if trained is not None:
+                    inside = [token - start for token in trained.indices if 0 <= token - start < len(part)]
+                    new[inside] = False
                 tokens.append(new.nonzero().flatten() + start)
                 rows.append(part[new])
         if trained is not None:
-            # Later ones win below: a trained row stands above a saved one.
             tokens.append(torch.tensor(trained.indices, dtype=torch.int64))
             rows.append(tensors.get(trained.rows).to(base.dtype))
-        if not sum(map(len, tokens)):
+        ordered, order = torch.cat(tokens).sort()
+        if not len(ordered):
             return None
-        places = {token: i for i, token in enumerate(torch.cat(tokens).tolist())}
-        order = sorted(places)
-        kept = torch.cat(rows)[torch.tensor([places[token] for token in order])]
-        return ReplacedRows(self._pinned(torch.tensor(order)), self._pinned(kept))
+        return ReplacedRows(self._pinned(ordered), self._pinned(torch.cat(rows)[order]))
 
     def _embedding_end(self, layout: AdapterLayout, table: _Table, tensors: AdapterTensors) -> End | None:
         update = layout.embedding
@@ -130,13 +130,17 @@ class EndsReader:
         shift: torch.Tensor | None,
     ) -> End:
         """With everything in the base's dtype, and DoRA's factor in ``b``."""
-        if gain is not None:
-            b = b * (1 + gain)
-        a, b, gain, shift = (
-            tensor if tensor is None else self._pinned(tensor.to(table.base.dtype).contiguous())
-            for tensor in (a, b, gain, shift)
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return self._pinned(tensor.to(table.base.dtype).contiguous())
+
+        return End(
+            table.replaced,
+            kept(a),
+            kept(b if gain is None else b * (1 + gain)),
+            None if gain is None else kept(gain),
+            None if shift is None else kept(shift),
         )
-        return End(table.replaced, a, b, gain, shift)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._pin else tensor

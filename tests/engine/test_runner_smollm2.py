@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from engine.model.gguf import GgufFile
 from engine.model.loading import LoadedModel, load_model
 from engine.scheduler import SchedulerLimits
+from tests.adapter_kinds import LINEAR, Kind, differences, save_kind
 from tests.engine.engine_driver import Ask, EngineDriver
 from tests.model_zoo import save_adapter, smollm2_path
 from tests.oracles import PeftOracle, assert_only_ties
@@ -113,3 +114,37 @@ def test_answers_are_pefts_with_adapters_interleaved_cached_chunked_and_preempte
     base = {answer.prompt: answer.tokens for answer in answers if answer.adapter is None}
     changed = [answer for answer in answers if answer.adapter and answer.tokens != base[answer.prompt]]
     assert len(changed) > 0.75 * 80, "adapters that change nothing would hide a mistake"
+
+
+@pytest.mark.timeout(1200)
+def test_answers_are_pefts_with_all_that_adapters_may_change(
+    model: LoadedModel, hf_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """DoRA, biases, LoRA on lm_head and added tokens in one batch with the base model."""
+    kinds = {
+        "dora": Kind(8, (*LINEAR, "lm_head"), options={"use_dora": True}),
+        "added": Kind(4, ("q_proj", "down_proj"), added_tokens=4, options={"lora_bias": True}),
+    }
+    folders = {
+        name: save_kind(hf_model, tmp_path / name, kind, seed=i)
+        for i, (name, kind) in enumerate(kinds.items())
+    }
+    engine = EngineDriver(
+        model,
+        folders,
+        num_blocks=100,
+        num_rank_pages=3,
+        limits=SchedulerLimits(max_num_seqs=20, max_num_batched_tokens=64),
+    )
+    added = model.config.vocab_size + 3
+    asks = [
+        Ask(name, (prompt[0], added, *prompt[2:]) if name == "added" else prompt, 12)
+        for prompt in prompts(model)[1::7]
+        for name in (None, *kinds)
+    ]
+    answers = engine.run(asks)
+    engine.close()
+    assert_only_ties(differences(hf_model, kinds, folders, answers))
+    base = {answer.prompt: answer.tokens for answer in answers if answer.adapter is None}
+    changed = [a for a in answers if a.adapter and a.tokens != base.get(a.prompt)]
+    assert len(changed) > 0.75 * 2 * 3, "adapters that change nothing would hide a mistake"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.model import dora, ends_reading
 from engine.model.adapter_ends import AdapterEnds, End, ReplacedRows, ResidentEnds
@@ -156,3 +157,14 @@ def test_activated_rows_are_reached_from_their_start_on() -> None:
     logits = torch.randn(2, VOCAB)
     changed = step.change_logits(torch.randn(2, HIDDEN), logits.clone())
     assert [torch.equal(a, b) for a, b in zip(changed, logits, strict=True)] == [True, False]
+
+
+def test_a_trained_row_stands_above_a_saved_one(tmp_path: Path) -> None:
+    """PEFT saves the grown table as it was before training, and the trained rows beside it."""
+    kind = Kind(4, ("q_proj",), added_tokens=3, options={"trainable_token_indices": [322, 5, 320]})
+    _, ends = read(tmp_path, kind, tied=False)
+    assert ends.embedding is not None and ends.embedding.replaced is not None
+    assert ends.embedding.replaced.tokens.tolist() == [5, 320, 321, 322]
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    delta = next(value for name, value in stored.items() if name.endswith("trainable_tokens_delta"))
+    assert torch.equal(ends.embedding.replaced.rows[[3, 0, 1]], delta)
