@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 DIGEST_BYTES = 32
+DIGEST_FORMAT = 2
 MAX_VERSION = 2**31 - 1
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_FORMAT = b"loraplex adapter 2\n"
+_FORMAT = b"loraplex adapter %d\n" % DIGEST_FORMAT
 
 
 class InvalidName(ValueError):

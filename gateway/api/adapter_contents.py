@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +13,12 @@ import anyio.to_thread
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
-from adapters.adapter_files import is_adapter_file
+from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE, is_adapter_file
 from adapters.base_model import BaseModelShape
-from adapters.blob_store import BlobNotFound, BlobStore
+from adapters.blob_store import BlobNotFound, BlobStore, describe_files
 from adapters.comparison import changed_fields, compare, describe
-from adapters.identity import MAX_VERSION
+from adapters.errors import InvalidAdapter
+from adapters.identity import DIGEST_FORMAT, MAX_VERSION
 from adapters.layout import AdapterLayout
 from adapters.model_ref import ModelRef
 from adapters.reader import read_layout
@@ -24,7 +26,7 @@ from adapters.registry import AdapterConflict, AdapterNotFound, AdapterVersion
 from gateway.adapter_objects import own_name, own_ref, version_object
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_of
-from gateway.errors import ApiError, unavailable
+from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.publication import model_for_uploads
 from gateway.services import Services
 
@@ -81,8 +83,9 @@ async def list_files(name: str, request: Request, caller: Caller) -> dict[str, A
     services: Services = request.app.state.services
     version = await _version(services, caller, *own_ref(name))
     files = await _files_of(services, version)
-    data = [{"name": file, **about} for file, about in sorted(files.items())]
-    return {"object": "list", "adapter": version_object(version), "data": data}
+    data = [{"name": file, **about} for file, about in sorted(files.about.items())]
+    adapter = version_object(version) | {"digest_format": files.digest_format}
+    return {"object": "list", "adapter": adapter, "data": data}
 
 
 @router.get("/files/{file}")
@@ -90,7 +93,7 @@ async def download_file(name: str, file: str, request: Request, caller: Caller) 
     """Sends one file of a version."""
     services: Services = request.app.state.services
     version = await _version(services, caller, *own_ref(name))
-    files = await _files_of(services, version)
+    files = (await _files_of(services, version)).about
     if file not in files:
         message = f"{version.ref} has no file {file[:80]!a}. It has {', '.join(sorted(files))}."
         raise ApiError(404, message, type="invalid_request_error", code="file_not_found", param="file")
@@ -111,16 +114,28 @@ async def _version(services: Services, caller: Principal, name: str, number: int
     return found.live
 
 
-async def _files_of(services: Services, version: AdapterVersion) -> dict[str, dict[str, Any]]:
-    """The files of a version by name. Raises ApiError 503 when the store fails, or has lost them."""
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """A version's files: by name their size and hash, as the manifest has them."""
+
+    about: dict[str, dict[str, Any]]
+    digest_format: int = DIGEST_FORMAT
+
+
+async def _files_of(services: Services, version: AdapterVersion) -> _Files:
+    """The files of a version. Raises ApiError 503 when the store fails, or has lost them."""
     async with _present(version):
         return await anyio.to_thread.run_sync(_files, services.store, version.digest)
 
 
 @asynccontextmanager
 async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
+    """Answers for what reading their files may end in: ApiError 503, and 400 where one cannot be laid out."""
     try:
         yield
+    except InvalidAdapter as error:
+        message = f"A version was made for another base model than the one served now: {error.message}"
+        raise invalid_request(message, param=error.field_or_tensor, code="invalid_adapter") from error
     except (OSError, BlobNotFound) as error:
         refs = " or ".join(version.ref for version in versions)
         logger.error("the files of %s cannot be read: %s", refs, error)
@@ -128,9 +143,16 @@ async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
         raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
 
 
-def _files(store: BlobStore, digest: bytes) -> dict[str, dict[str, Any]]:
-    """The files that were uploaded, by name, with their size and hash."""
-    return {name: about for name, about in store.manifest(digest)["files"].items() if is_adapter_file(name)}
+def _files(store: BlobStore, digest: bytes) -> _Files:
+    """The files that were uploaded."""
+    listed = store.manifest(digest).get("files")
+    if listed is not None:
+        return _Files({name: about for name, about in listed.items() if is_adapter_file(name)})
+    # Published before manifests listed files, when there were two, and digests were taken otherwise.
+    with store.stage() as staging:
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            store.copy_file(digest, name, staging.path / name)
+        return _Files(describe_files(staging.path, {}), digest_format=1)
 
 
 def _compare_blobs(
@@ -153,6 +175,6 @@ def _compare_blobs(
 
 def _fetched(store: BlobStore, digest: bytes, folder: Path, shape: BaseModelShape) -> AdapterLayout:
     folder.mkdir()
-    for name in _files(store, digest):
+    for name in _files(store, digest).about:
         store.copy_file(digest, name, folder / name)
     return read_layout(folder, shape)

@@ -194,6 +194,19 @@ async def test_a_damaged_download_leaves_nothing(shell: Shell) -> None:
     assert [path.name for path in shell.folder.iterdir()] == ["adapter-1"]
 
 
+async def test_a_blob_of_before_files_were_listed_is_downloaded(shell: Shell) -> None:
+    await shell.upload(1)
+    [manifest] = shell.plane.store.glob("sha256/*/*/manifest.json")
+    told = json.loads(manifest.read_text())
+    del told["files"]
+    manifest.write_text(json.dumps(told))
+    done = await shell("download", "sql", "--json")
+    assert done.exit_code == 0 and json.loads(done.out)["adapter"]["digest_format"] == 1
+    written = {file.name: file.read_bytes() for file in (shell.folder / "sql").iterdir()}
+    assert written == adapter_files(seed=1)
+    assert shell.plane.leftovers() == []
+
+
 async def test_files_that_the_store_has_lost(shell: Shell) -> None:
     await shell.upload(1)
     await shell.upload(2)
