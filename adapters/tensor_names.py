@@ -79,7 +79,7 @@ class TensorName:
 
 def parse_tensor_name(name: str) -> TensorName | None:
     """Takes a name apart; None for one that PEFT does not write."""
-    if len(name) > MAX_NAME_CHARS or not name.startswith(PREFIX) or any(char.isspace() for char in name):
+    if len(name) > MAX_NAME_CHARS or not name.startswith(PREFIX) or name.split() != [name]:
         return None
     parts = name.removeprefix(PREFIX).split(".")
     start = next((i for i, part in enumerate(parts) if part in _FIRST), None)
