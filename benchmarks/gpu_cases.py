@@ -77,10 +77,14 @@ class LoraCase:
         table.copy_(torch.where(table >= 0, (table + live) % self.num_pages, table))
 
     def run(self, groups: Sequence[str] = tuple(GROUPS)) -> None:
-        plan = lora.prepare(self.plan)
+        plan = lora.prepare(self.plan, self.num_tokens)
         for pools in self.pools:
             for group in groups:
                 lora.apply_lora(self.x[group], self.y[group], pools[group], plan)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x["o"].shape[0]
 
     @property
     def adapter_bytes(self) -> int:

@@ -11,9 +11,11 @@ import torch
 from benchmarks.gpu_cases import GROUPS, NUM_HEADS, attention_plan, kv_caches, lora_case, make_pool
 from benchmarks.gpu_timing import relative_error
 from kernels import reference
+from kernels.gpu import linear as few_rows
 from kernels.gpu import lora
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.kv_write import rope_write_kv
+from kernels.gpu.lora_gated import lora_expand_silu_mul
 from kernels.gpu.norm import rms_norm
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
@@ -39,7 +41,7 @@ def run() -> dict[str, float]:
     with poisoned():
         for dtype in (torch.bfloat16, torch.float32):
             kind = str(dtype).removeprefix("torch.")
-            for check in (_lora, _attention, _elementwise):
+            for check in (_lora, _gated, _products, _attention, _elementwise):
                 for name, error in check(dtype):
                     errors[f"{name} {kind}"] = error
                     if not error < LIMIT[dtype]:
@@ -70,6 +72,38 @@ def _lora(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
             got = want.new_zeros(want.shape, dtype=dtype)
             lora.apply_lora(x, got, pool, case.plan)
             yield f"lora {group} {name}", relative_error(got, want)
+
+
+def _gated(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Gate and up with their activation, base rows among them."""
+    pool = make_pool("gate_up", 16, dtype)
+    wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
+    for name, (ranks, rows) in {
+        "few": ([8, 16, 64], [1, 20, 3]),
+        "many": ([16, 64, 8], [700, 333, 1]),
+    }.items():
+        case = lora_case([{g: pool for g in GROUPS}], ranks, sum(rows))
+        plan = case.plan
+        plan = lora.prepare(replace(plan, rows=plan.rows * 2), 2 * sum(rows))
+        x = torch.randn(2 * sum(rows), 4096, dtype=dtype, device="cuda")
+        y = torch.randn(2 * sum(rows), pool.splits[-1], dtype=dtype, device="cuda")
+        want = y.double()
+        reference.lora_expand(reference.lora_shrink(x.double(), wide, plan), want, wide, plan)
+        got = lora_expand_silu_mul(lora.lora_shrink(x, pool, plan), y, pool, plan)
+        yield f"silu of lora {name}", relative_error(got, reference.silu_mul(want))
+
+
+def _products(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    for group, (size, outs) in GROUPS.items():
+        weight = torch.randn(sum(outs), size, dtype=dtype, device="cuda") / size**0.5
+        for rows in (1, 7, 16, 32):
+            x = torch.randn(rows, size, dtype=dtype, device="cuda")
+            if dtype != torch.float32:
+                assert few_rows.fits(x, weight)
+                yield (
+                    f"product {group} {rows} rows",
+                    relative_error(few_rows.linear(x, weight), x.double() @ weight.double().t()),
+                )
 
 
 def _attention(dtype: torch.dtype) -> Iterator[tuple[str, float]]:

@@ -85,7 +85,7 @@ class BaseProducts:
         torch.mm(case.x["o"], self.head.t())
 
     def run_serial(self, case: LoraCase) -> None:
-        plan = lora.prepare(case.plan)
+        plan = lora.prepare(case.plan, case.num_tokens)
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
                 x, y, pool = case.x[group], case.y[group], pools[group]
@@ -96,7 +96,7 @@ class BaseProducts:
 
     def run_after(self, case: LoraCase) -> None:
         """As the model does: the base product, then LoRA on top."""
-        plan = lora.prepare(case.plan)
+        plan = lora.prepare(case.plan, case.num_tokens)
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
                 torch.mm(case.x[group], weight.t(), out=case.y[group])
@@ -105,7 +105,7 @@ class BaseProducts:
 
     def run_forked(self, case: LoraCase) -> None:
         """Shrink on a second stream, under the base product."""
-        plan = lora.prepare(case.plan)
+        plan = lora.prepare(case.plan, case.num_tokens)
         main = torch.cuda.current_stream()
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():

@@ -73,7 +73,7 @@ def expand_configs() -> list[ExpandConfig]:
 
 
 def run_shrink(case: LoraCase, group: str, config: ShrinkConfig) -> None:
-    plan = lora.prepare(case.plan)
+    plan = lora.prepare(case.plan, case.num_tokens)
     for pools in case.pools:
         lora.lora_shrink(case.x[group], pools[group], plan, config)
 
@@ -81,7 +81,7 @@ def run_shrink(case: LoraCase, group: str, config: ShrinkConfig) -> None:
 def run_expand(
     case: LoraCase, group: str, shrunk: torch.Tensor, shrink: ShrinkConfig, config: ExpandConfig
 ) -> None:
-    plan = lora.prepare(case.plan)
+    plan = lora.prepare(case.plan, case.num_tokens)
     for pools in case.pools:
         lora.lora_expand(shrunk, case.y[group], pools[group], plan, config, shrink)
 
@@ -101,7 +101,7 @@ def sweep_group(
     for config in expands:
         row = expand_table[str(config)] = {}
         for name, case in cases.items():
-            plan = lora.prepare(case.plan)
+            plan = lora.prepare(case.plan, case.num_tokens)
             shrunk = lora.lora_shrink(case.x[group], case.pools[0][group], plan, shrinks[0])
             row[name] = attempt(partial(run_expand, case, group, shrunk, shrinks[0], config), case.turn)
     return shrink_table, expand_table
@@ -218,7 +218,7 @@ def check_configs() -> None:
         want = torch.zeros_like(case.y[group], dtype=torch.float64)
         shrunk = reference.lora_shrink(case.x[group].double(), wide, case.plan)
         reference.lora_expand(shrunk, want, wide, case.plan)
-        plan = lora.prepare(case.plan)
+        plan = lora.prepare(case.plan, case.num_tokens)
         shrinks, expands = shrink_configs(len(outs) * 16), expand_configs()
         for i in range(max(len(shrinks), len(expands))):
             shrink, expand = shrinks[i % len(shrinks)], expands[i % len(expands)]

@@ -39,6 +39,11 @@ def linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     """``x Wᵀ``: [T, in] → [T, out] in x's dtype, which must be the weight's."""
     if packed.onednn:
         return torch.ops.mkldnn._linear_pointwise(x, packed.data, None, "none", [], "")
+    if x.is_cuda:
+        from kernels.gpu import linear as gpu
+
+        if gpu.fits(x, packed.data):
+            return gpu.linear(x, packed.data)
     return dense_linear(x, packed.data)
 
 

@@ -6,22 +6,25 @@ What an adapter does to the base product itself, before that and before the base
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from kernels import native, reference
+from kernels.activation import silu_mul
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, RowVectors
 
 
-def prepare(plan: LoraPlan) -> LoraPlan:
+def prepare(plan: LoraPlan, num_tokens: int) -> LoraPlan:
     """The plan, with whatever the device's kernels derive from it. Call once a step, before the first layer.
 
     Without it every product derives it again. Launches on the device of the plan, and may be captured.
+    ``num_tokens`` is T, the rows of the step with those of the base model.
     """
     if plan.rows.is_cuda:
         from kernels.gpu import lora as gpu
 
-        return gpu.prepare(plan)
+        return gpu.prepare(plan, num_tokens)
     return plan
 
 
@@ -43,6 +46,37 @@ def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan)
     if native.compiled(x.dtype) is None:
         return reference.lora_expand(reference.lora_shrink(x, pool, plan), y, pool, plan)
     _launch(x, y, _empty_shrunk(pool, plan), pool, plan)
+
+
+def add_lora(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+) -> torch.Tensor:
+    """``product(x)``, the base product [T, out], with the adapters' added to the rows that the plan names.
+
+    A GPU may run a part of the adapters' work beside the base product.
+
+    Args:
+        product: called once; launches on the current stream, and returns a tensor of its own.
+        x: [T, in], contiguous, in the pool's dtype.
+    """
+    if x.is_cuda and plan.num_rows:
+        from kernels.gpu import lora as gpu
+
+        return gpu.add_lora(product, x, pool, plan)
+    y = product(x)
+    apply_lora(x, y, pool, plan)
+    return y
+
+
+def silu_mul_add_lora(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+) -> torch.Tensor:
+    """``silu_mul(add_lora(...))`` for the pool of gate and up: [T, I] in x's dtype."""
+    if x.is_cuda and plan.num_rows:
+        from kernels.gpu import lora_gated as gpu
+
+        return gpu.silu_mul_add_lora(product, x, pool, plan)
+    return silu_mul(add_lora(product, x, pool, plan))
 
 
 def lora_shrink(x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:

@@ -27,7 +27,7 @@ def paged_attention(
         k_cache, v_cache: one layer's [num_blocks, Hkv, 16, D]; Hq is a multiple of Hkv.
         plan: see ``AttentionPlan``.
         num_heads: Hq.
-        scale: factor on the scores, usually 1 / sqrt(D).
+        scale: positive factor on the scores, usually 1 / sqrt(D).
 
     Returns:
         [T, Hq * D] in qkv's dtype. Rows that no sequence owns are zero on the CPU, undefined on a GPU.

@@ -53,6 +53,7 @@ class LoraTiles:
     tiles: torch.Tensor
     units: torch.Tensor
     counts: torch.Tensor
+    adapted: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

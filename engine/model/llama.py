@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.nn.functional import embedding
@@ -19,10 +20,9 @@ from engine.model.errors import UnsupportedModel
 from engine.model.lora_pool import LayerLoraPools, RankPagePool
 from engine.model.rope import rope_table
 from engine.model.weights import WeightSource
-from kernels.activation import silu_mul
 from kernels.kv_write import rope_write_kv
 from kernels.linear import PackedWeight, linear, pack_weight, unpack_weight
-from kernels.lora import apply_lora, apply_vectors, prepare
+from kernels.lora import add_lora, apply_vectors, prepare, silu_mul_add_lora
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.plans import AttentionPlan, LoraPlan, LoraPool
@@ -61,13 +61,18 @@ class LoraLinear:
         return unpack_weight(self._weight)
 
     def __call__(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
+        return add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan)
+
+    def silu_mul(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
+        """``silu(gate) * up`` of the product, for the projections gate and up."""
+        return silu_mul_add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan)
+
+    def _base(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
         y = linear(x, self._weight)
         if plan.vectors is not None:
             apply_vectors(y, pool, plan.vectors)
         if self._bias is not None:
             y += self._bias
-        if plan.num_rows:
-            apply_lora(x, y, pool, plan)
         return y
 
 
@@ -123,8 +128,8 @@ class DecoderLayer:
         )
         x = self._o(attended, pools.o, batch.lora)
         x = rms_norm(x, self._post_norm, config.rms_norm_eps, residual)
-        x = self._gate_up(x, pools.gate_up, batch.lora)
-        return self._down(silu_mul(x), pools.down, batch.lora), residual
+        x = self._gate_up.silu_mul(x, pools.gate_up, batch.lora)
+        return self._down(x, pools.down, batch.lora), residual
 
     def group_weight(self, group: str) -> torch.Tensor:
         """The fused base weight of a projection group, [out, in]; not to be written."""
@@ -163,7 +168,7 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, cache: KVCache, adapters: RankPagePool) -> torch.Tensor:
         """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values."""
-        batch = replace(batch, lora=prepare(batch.lora))
+        batch = replace(batch, lora=prepare(batch.lora, batch.tokens.shape[0]))
         if batch.ends is None:
             x = embedding(batch.tokens, self._embeddings)
         else:

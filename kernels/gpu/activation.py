@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from kernels.gpu.launch import ceil_div, dependent_launch, kernel, let_next_start, wait_for_inputs
@@ -23,6 +24,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@triton.jit
+def gated(gate, up):
+    """SiLU of the gate times up, in float32."""
+    return gate / (1 + tl.exp(-gate)) * up
+
+
 @kernel
 def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
@@ -32,5 +39,4 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
     wait_for_inputs(PDL)
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask, 0.0)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask, 0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    tl.store(out + row * SIZE + column, (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype), mask)
+    tl.store(out + row * SIZE + column, gated(gate.to(tl.float32), up).to(gate.dtype), mask)

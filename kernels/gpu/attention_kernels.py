@@ -19,40 +19,51 @@ def _attend(
     start,
     end,
     scale,
+    maximum,
+    total,
+    acc,
     NUM_KV_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KV_BLOCK: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
 ):
-    """Online softmax of q [BLOCK_M, BLOCK_D] over keys ``start`` to ``end``; row i sees below visible[i].
+    """Online softmax of q [rows, BLOCK_D] over keys ``start`` to ``end``; row i sees those below visible[i].
 
-    Returns (maximum, sum, unnormalised output); (-inf, 0, 0) for a row that sees none.
+    ``scale`` is positive, for powers of two. ``maximum``, ``total`` and ``acc`` are what earlier keys left,
+    and come back with these added. ALL_VISIBLE: every row sees all of them, a multiple of BLOCK_N.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in range(start, end, BLOCK_N):
         token = first + n
-        block = tl.load(block_table + token // KV_BLOCK, token < end, -1)
-        live = block >= 0
+        if ALL_VISIBLE:
+            block = tl.load(block_table + token // KV_BLOCK)
+        else:
+            block = tl.load(block_table + token // KV_BLOCK, token < end, -1)
         row = ((block.to(tl.int64) * NUM_KV_HEADS + kv_head) * KV_BLOCK + token % KV_BLOCK) * HEAD_DIM
-        mask = live[:, None]
-        if HEAD_DIM != BLOCK_D:
-            mask = mask & (d < HEAD_DIM)[None, :]
+        offsets = row[:, None] + d[None, :]
         # What lies beyond the context is not read at all, so nothing stale can come through.
-        k = tl.load(k_cache + row[:, None] + d[None, :], mask, 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        scores = tl.where(live[None, :] & (token[None, :] < visible[:, None]), scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - base[:, None])
+        if ALL_VISIBLE and HEAD_DIM == BLOCK_D:
+            k = tl.load(k_cache + offsets)
+        else:
+            k = tl.load(k_cache + offsets, (block >= 0)[:, None] & (d < HEAD_DIM)[None, :], 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if not ALL_VISIBLE:
+            shown = (block >= 0)[None, :] & (token[None, :] < visible[:, None])
+            scores = tl.where(shown, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+        base = new_maximum
+        if not ALL_VISIBLE:
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(maximum - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(v_cache + row[:, None] + d[None, :], mask, 0.0)
+        if ALL_VISIBLE and HEAD_DIM == BLOCK_D:
+            v = tl.load(v_cache + offsets)
+        else:
+            v = tl.load(v_cache + offsets, (block >= 0)[:, None] & (d < HEAD_DIM)[None, :], 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         maximum = new_maximum
     return maximum, total, acc
@@ -108,12 +119,15 @@ def decode(
             start,
             end,
             scale,
+            tl.full((BLOCK_M,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_M,), tl.float32),
+            tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
             NUM_KV_HEADS,
-            BLOCK_M,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_N,
             KV_BLOCK,
+            False,
         )
         if SPLITS == 1:
             target = out + (query.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
@@ -162,15 +176,12 @@ def join(
 def _sequence_of(block, query_starts, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence that query block ``block`` belongs to, when sequence s is given its first at
     ``query_starts[s] // BLOCK_Q + s``: room enough for a ragged last block each."""
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_starts + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle
-    return low
+    found = 0
+    for chunk in range(0, num_seqs, 64):
+        s = chunk + tl.arange(0, 64)
+        first = tl.load(query_starts + s, s < num_seqs, 0) // BLOCK_Q + s
+        found += tl.sum(((s < num_seqs) & (first <= block)).to(tl.int32), 0)
+    return found - 1
 
 
 @kernel(do_not_specialize=["num_seqs", "table_stride"])
@@ -199,11 +210,13 @@ def prefill(
 ):
     """BLOCK_Q queries of one sequence, all GROUP heads of each: row i is query i // GROUP, head i % GROUP."""
     let_next_start(PDL)
-    kv_head = tl.program_id(1)
-    seq = _sequence_of(tl.program_id(0), query_starts, num_seqs, BLOCK_Q)
+    kv_head = tl.program_id(0)
+    # Late blocks see most keys; the longest work goes first.
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    seq = _sequence_of(block, query_starts, num_seqs, BLOCK_Q)
     query_start = tl.load(query_starts + seq)
     count = tl.load(query_starts + seq + 1) - query_start
-    first = (tl.program_id(0) - (query_start // BLOCK_Q + seq)) * BLOCK_Q
+    first = (block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
     context = tl.load(context_lens + seq)
     wanted = (first < count) & (context > 0)
     if SKIP_SINGLE:
@@ -216,27 +229,25 @@ def prefill(
         in_block = (i // GROUP < BLOCK_Q) & (query < count)
         mask = in_block[:, None] & (d < HEAD_DIM)[None, :]
         token = (query_start + query).to(tl.int64)
-        visible = tl.where(in_block, context - count + query + 1, 0)
-        end = tl.minimum(context - count + first + BLOCK_Q, context)
+        before = context - count + first
         wait_for_inputs(PDL)
         q = tl.load(qkv + token[:, None] * qkv_stride + head[:, None] * HEAD_DIM + d[None, :], mask, 0.0)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # What every row sees, then what some do.
+        common = (before + 1) // BLOCK_N * BLOCK_N
+        maximum, total, acc = _attend(
+            q, k_cache, v_cache, table, kv_head, 0, 0, common, scale, maximum, total, acc,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK, True,
+        )  # fmt: skip
+        visible = tl.where(in_block, before + i // GROUP + 1, 0)
+        end = tl.minimum(before + BLOCK_Q, context)
         _, total, acc = _attend(
-            q,
-            k_cache,
-            v_cache,
-            block_tables + seq.to(tl.int64) * table_stride,
-            kv_head,
-            visible,
-            0,
-            end,
-            scale,
-            NUM_KV_HEADS,
-            BLOCK_M,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            KV_BLOCK,
-        )
+            q, k_cache, v_cache, table, kv_head, visible, common, end, scale, maximum, total, acc,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK, False,
+        )  # fmt: skip
         target = out + (token * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
         total = tl.where(in_block, total, 1.0)
         tl.store(target, (acc / total[:, None]).to(q.dtype), mask)

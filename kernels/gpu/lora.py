@@ -14,7 +14,9 @@ rows only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -23,6 +25,9 @@ from kernels.gpu import lora_kernels
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, make_tiles
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, LoraTiles
+
+_FORK_ROWS = 128
+"""Beyond it the base products leave no multiprocessor idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class ShrinkConfig:
     num_warps: int = 4
     num_stages: int = 3
     per_processor: int = 4
-    max_registers: int | None = None
+    max_registers: int | None = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +57,12 @@ class ExpandConfig:
     num_warps: int = 4
     num_stages: int = 3
     per_processor: int = 4
-    max_registers: int | None = None
+    max_registers: int | None = 128
 
 
-def prepare(plan: LoraPlan) -> LoraPlan:
-    """The plan with its work list; call once a step, before the first layer. Launches one kernel."""
-    return plan if plan.num_rows == 0 else replace(plan, tiles=make_tiles(plan))
+def prepare(plan: LoraPlan, num_tokens: int) -> LoraPlan:
+    """The plan with its work list; call once a step, before the first layer."""
+    return plan if plan.num_rows == 0 else replace(plan, tiles=make_tiles(plan, num_tokens))
 
 
 def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> None:
@@ -68,8 +73,41 @@ def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan)
         y: [T, out], rows contiguous; rows that no adapter applies to are neither read nor written.
     """
     if plan.num_rows:
-        plan = plan if plan.tiles else prepare(plan)
+        plan = plan if plan.tiles else prepare(plan, x.shape[0])
         lora_expand(lora_shrink(x, pool, plan), y, pool, plan)
+
+
+def shrink_beside(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``product(x)`` and ``lora_shrink(x)``: in a graph of few rows at the same time, where the base product,
+    which is launched first, leaves room for it.
+    """
+    plan = plan if plan.tiles else prepare(plan, x.shape[0])
+    if x.shape[0] > _FORK_ROWS or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return product(x), lora_shrink(x, pool, plan)
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(main)
+    y = product(x)
+    with torch.cuda.stream(side):
+        shrunk = lora_shrink(x, pool, plan)
+    main.wait_stream(side)
+    return y, shrunk
+
+
+def add_lora(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+) -> torch.Tensor:
+    """See ``kernels.lora.add_lora``."""
+    plan = plan if plan.tiles else prepare(plan, x.shape[0])
+    y, shrunk = shrink_beside(product, x, pool, plan)
+    lora_expand(shrunk, y, pool, plan)
+    return y
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def lora_shrink(
@@ -135,7 +173,7 @@ def lora_expand(
     ``shrink`` is the configuration that ``lora_shrink`` ran with: it says how many splits hold values.
     """
     tiles = _tiles_of(plan)
-    config = config or expand_config(pool.splits[-1], len(pool.splits) - 1)
+    config = config or expand_config(pool.splits[-1])
     shrink = shrink or shrink_config(shrunk.shape[3] * RANK_PAGE, pool.a.shape[3], plan.rows.shape[0])
     sizes = [end - start for start, end in pairwise(pool.splits)]
     num_blocks = sum(ceil_div(size, config.block_n) for size in sizes)
@@ -183,18 +221,14 @@ def shrink_config(columns: int, size: int, max_rows: int) -> ShrinkConfig:
     max_splits = 16 if max_rows <= 512 else 4
     if columns == 16:
         return ShrinkConfig(256, max_splits, 128, fill=264, num_stages=2 if size <= 8192 else 3)
-    if columns == 32:
-        return ShrinkConfig(256, max_splits, 64, fill=528, num_stages=2, max_registers=128)
-    return ShrinkConfig(128, max_splits, 64, fill=528, num_stages=2, max_registers=128)
+    return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, fill=528, num_stages=2)
 
 
-def expand_config(out: int, num_projections: int) -> ExpandConfig:
+def expand_config(out: int) -> ExpandConfig:
     """The choice for ``out`` columns in all."""
-    if out >= 16384:
-        return ExpandConfig(256, fill=528, max_registers=128)
-    return ExpandConfig(128, fill=264, max_registers=128 if num_projections == 1 else None)
+    return ExpandConfig(256, fill=528) if out >= 16384 else ExpandConfig(128, fill=264)
 
 
 def _tiles_of(plan: LoraPlan) -> LoraTiles:
-    assert plan.tiles is not None, "call prepare(plan) once a step"
+    assert plan.tiles is not None, "call prepare(plan, num_tokens) once a step"
     return plan.tiles

@@ -14,7 +14,7 @@ from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
 
 
 @triton.jit
-def _split_of(num_units, size, fill, BLOCK_K: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def split_of(num_units, size, fill, BLOCK_K: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """(splits, length of one) along ``in``: as many as bring ``num_units`` up to ``fill`` pieces of work."""
     chunks = tl.cdiv(size, BLOCK_K)
     wanted = tl.minimum(tl.maximum(fill // tl.maximum(num_units, 1), 1), MAX_SPLITS)
@@ -116,7 +116,7 @@ def shrink(
 ):
     let_next_start(PDL)
     num_units = tl.load(counts + 1, eviction_policy="evict_last")
-    splits, split_size = _split_of(num_units, size, fill, BLOCK_K, MAX_SPLITS)
+    splits, split_size = split_of(num_units, size, fill, BLOCK_K, MAX_SPLITS)
     for item in range(tl.program_id(0), num_units * splits, tl.num_programs(0)):
         split = item % splits
         unit = units + (item // splits) * 4
@@ -148,7 +148,7 @@ def _four_splits(v, offsets, mask, group, splits, v_split_stride):
 
 
 @triton.jit
-def _sum_splits(v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constexpr, ONE_BY_ONE: tl.constexpr):
+def sum_splits(v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constexpr, ONE_BY_ONE: tl.constexpr):
     """float32 [rows, rank rows]: the live splits, summed in an order that depends on nothing else.
 
     Many loads are in flight at once where the sum is small, and one at a time where registers forbid it.
@@ -165,18 +165,38 @@ def _sum_splits(v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constex
 
 
 @triton.jit
-def _halves(v, b):
+def halves(v, b):
     """v in float32 as the sum of two numbers of the type of b: the tensor cores then lose nothing of it."""
     high = v.to(b.dtype.element_ty)
     return high, (v - high.to(tl.float32)).to(b.dtype.element_ty)
 
 
 @triton.jit
-def _add_columns(high, low, b_block, y_pointers, y_block, y_mask):
+def _b_block(b, offsets, n, end, rank, RANK_ROWS: tl.constexpr, EVEN_N: tl.constexpr):
+    """[RANK_ROWS, columns n] of Bᵀ, zeros above the live rank rows."""
+    mask = (tl.arange(0, RANK_ROWS) < rank)[:, None]
+    if not EVEN_N:
+        mask = mask & (n < end)[None, :]
+    return tl.load(b + offsets[:, None] + n[None, :], mask, 0.0)
+
+
+@triton.jit
+def _y_block(y, offsets, row, n, end, EVEN_N: tl.constexpr):
+    """(pointers, mask, values) of columns n of the tile's rows."""
+    mask = (row >= 0)[:, None]
+    if not EVEN_N:
+        mask = mask & (n < end)[None, :]
+    pointers = y + offsets[:, None] + n[None, :]
+    return pointers, mask, tl.load(pointers, mask, 0.0)
+
+
+@triton.jit
+def _add_product(high, low, b_block, y_block):
+    """``y + v·Bᵀ`` in float32, for v as ``halves``."""
     acc = tl.dot(high, b_block, input_precision="ieee")
     if b_block.dtype != tl.float32:
         acc = tl.dot(low, b_block, acc)
-    tl.store(y_pointers, (y_block.to(tl.float32) + acc).to(y_block.dtype), y_mask)
+    return y_block.to(tl.float32) + acc
 
 
 @triton.jit
@@ -214,9 +234,8 @@ def _expand_columns(
     if RANK_ROWS == 16:
         b_offsets = (page.to(tl.int64) * 16 + r) * OUT
     else:
-        b_offsets = (
-            tl.load(pages + r // 16, r < rank, 0, eviction_policy="evict_last").to(tl.int64) * 16 + r % 16
-        ) * OUT
+        own = tl.load(pages + r // 16, r < rank, 0, eviction_policy="evict_last").to(tl.int64)
+        b_offsets = (own * 16 + r % 16) * OUT
     y_offsets = row.to(tl.int64) * y_stride
     v_offsets = (first + i)[:, None] * v_row_stride + ((r // 16) * COLUMNS + projection * 16 + r % 16)[
         None, :
@@ -225,32 +244,37 @@ def _expand_columns(
     if RANK_ROWS * TILE_ROWS <= 256:
         # The first block of B, which no kernel of the step writes, travels while the kernel before drains.
         n = start + tl.arange(0, BLOCK_N)
-        b_mask = (r < rank)[:, None]
-        y_mask = (row >= 0)[:, None]
-        if not EVEN_N:
-            b_mask = b_mask & (n < end)[None, :]
-            y_mask = y_mask & (n < end)[None, :]
-        b_block = tl.load(b + b_offsets[:, None] + n[None, :], b_mask, 0.0)
+        b_block = _b_block(b, b_offsets, n, end, rank, RANK_ROWS, EVEN_N)
         wait_for_inputs(PDL)
-        y_pointers = y + y_offsets[:, None] + n[None, :]
-        y_block = tl.load(y_pointers, y_mask, 0.0)
-        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, False), b)
-        _add_columns(high, low, b_block, y_pointers, y_block, y_mask)
+        pointers, mask, y_block = _y_block(y, y_offsets, row, n, end, EVEN_N)
+        high, low = halves(sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, False), b)
+        tl.store(pointers, _add_product(high, low, b_block, y_block).to(y_block.dtype), mask)
         start += BLOCK_N
     else:
         wait_for_inputs(PDL)
-        high, low = _halves(_sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, True), b)
+        high, low = halves(sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, True), b)
     for block in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         n = block + tl.arange(0, BLOCK_N)
-        b_mask = (r < rank)[:, None]
-        y_mask = (row >= 0)[:, None]
-        if not EVEN_N:
-            b_mask = b_mask & (n < end)[None, :]
-            y_mask = y_mask & (n < end)[None, :]
-        b_block = tl.load(b + b_offsets[:, None] + n[None, :], b_mask, 0.0)
-        y_pointers = y + y_offsets[:, None] + n[None, :]
-        y_block = tl.load(y_pointers, y_mask, 0.0)
-        _add_columns(high, low, b_block, y_pointers, y_block, y_mask)
+        b_block = _b_block(b, b_offsets, n, end, rank, RANK_ROWS, EVEN_N)
+        pointers, mask, y_block = _y_block(y, y_offsets, row, n, end, EVEN_N)
+        tl.store(pointers, _add_product(high, low, b_block, y_block).to(y_block.dtype), mask)
+
+
+@triton.jit
+def _columns_of(part, width, split_0, split_1, split_2, split_3):
+    """(projection, first column, end) of the ``part``-th piece, of at most ``width`` columns."""
+    items_0 = tl.cdiv(split_1 - split_0, width)
+    items_1 = items_0 + tl.cdiv(split_2 - split_1, width)
+    projection = (part >= items_0).to(tl.int32) + (part >= items_1).to(tl.int32)
+    start = split_0 + part * width
+    end = split_1
+    if part >= items_1:
+        start = split_2 + (part - items_1) * width
+        end = split_3
+    elif part >= items_0:
+        start = split_1 + (part - items_0) * width
+        end = split_2
+    return projection, start, tl.minimum(start + width, end)
 
 
 @kernel(do_not_specialize=["fill", "expand_fill"])
@@ -290,32 +314,21 @@ def expand(
 ):
     let_next_start(PDL)
     num_tiles = tl.load(counts, eviction_policy="evict_last")
-    splits, _ = _split_of(tl.load(counts + 1, eviction_policy="evict_last"), size, fill, BLOCK_K, MAX_SPLITS)
+    splits, _ = split_of(tl.load(counts + 1, eviction_policy="evict_last"), size, fill, BLOCK_K, MAX_SPLITS)
     # An item is a tile and some columns of one projection: as many as make about expand_fill items.
     blocks = tl.cdiv(split_1 - split_0, BLOCK_N) + tl.cdiv(split_2 - split_1, BLOCK_N)
     blocks += tl.cdiv(split_3 - split_2, BLOCK_N)
     width = tl.maximum(tl.cdiv(num_tiles * blocks, expand_fill), 1) * BLOCK_N
-    items_0 = tl.cdiv(split_1 - split_0, width)
-    items_1 = items_0 + tl.cdiv(split_2 - split_1, width)
-    items = items_1 + tl.cdiv(split_3 - split_2, width)
+    items = tl.cdiv(split_1 - split_0, width) + tl.cdiv(split_2 - split_1, width)
+    items += tl.cdiv(split_3 - split_2, width)
     for item in range(tl.program_id(0), num_tiles * items, tl.num_programs(0)):
-        part = item % items
         tile = tiles + (item // items) * 5
         first = tl.load(tile, eviction_policy="evict_last")
         num_rows = tl.load(tile + 1, eviction_policy="evict_last")
         segment = tl.load(tile + 2, eviction_policy="evict_last")
         rank = tl.load(tile + 3, eviction_policy="evict_last")
         page = tl.load(tile + 4, eviction_policy="evict_last")
-        projection = (part >= items_0).to(tl.int32) + (part >= items_1).to(tl.int32)
-        start = split_0 + part * width
-        end = split_1
-        if part >= items_1:
-            start = split_2 + (part - items_1) * width
-            end = split_3
-        elif part >= items_0:
-            start = split_1 + (part - items_0) * width
-            end = split_2
-        end = tl.minimum(start + width, end)
+        projection, start, end = _columns_of(item % items, width, split_0, split_1, split_2, split_3)
         pages = segment_pages + segment * MAX_PAGES
         # An adapter that lacks the projection costs nothing here, and its page may hold anything.
         if tl.load(scales + page * PROJECTIONS + projection, eviction_policy="evict_last") != 0:

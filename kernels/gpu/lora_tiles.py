@@ -8,7 +8,7 @@ each replay it follows whatever the static buffers of the plan say, for any numb
 
 A tile is some rows of one segment: the unit of expand. Segments of up to 32 rows are cut into tiles of 16,
 longer ones into tiles of 64. A unit is one tile under one rank page: the unit of shrink. ``counts`` holds how
-many of each are live.
+many of each are live, and ``adapted`` a 1 for each token of the step that is in a tile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FEW_ROWS = 16
 MANY_ROWS = 64
 
 
-def make_tiles(plan: LoraPlan) -> LoraTiles:
-    """Launches the kernel that fills the work list of ``plan``.
+def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
+    """Launches the kernel that fills the work list of ``plan``, of a step of ``num_tokens``.
 
     Segments that are padding (no rows, or no rank) get no tile. Sizes of buffers and grid come from the
     shapes of the plan's tensors and ``max_segment_rows``: under graph capture these must be the largest that
@@ -37,13 +37,16 @@ def make_tiles(plan: LoraPlan) -> LoraTiles:
     tiles = torch.empty((max_tiles, 5), dtype=torch.int32, device=device)
     units = torch.empty((max_tiles * num_pages, 4), dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
+    adapted = torch.zeros(num_tokens, dtype=torch.int8, device=device)
     _make_tiles[(max(2, ceil_div(plan.max_segment_rows, MANY_ROWS)),)](
         plan.segment_starts,
         plan.segment_pages,
         plan.segment_ranks,
+        plan.rows,
         tiles,
         units,
         counts,
+        adapted,
         num_segments,
         MAX_PAGES=num_pages,
         FEW=FEW_ROWS,
@@ -52,7 +55,7 @@ def make_tiles(plan: LoraPlan) -> LoraTiles:
     )
     # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,
     # which starts only when the list is written, makes that safe.
-    return LoraTiles(tiles, units, counts.clone())
+    return LoraTiles(tiles, units, counts.clone(), adapted)
 
 
 @kernel(do_not_specialize=["num_segments"])
@@ -60,9 +63,11 @@ def _make_tiles(
     segment_starts,
     segment_pages,
     segment_ranks,
+    rows_of_segments,
     tiles,
     units,
     counts,
+    adapted,
     num_segments,
     MAX_PAGES: tl.constexpr,
     FEW: tl.constexpr,
@@ -89,6 +94,9 @@ def _make_tiles(
     has = num_tiles > k
     first = start + k * tile_rows
     size = tl.minimum(rows - k * tile_rows, tile_rows)
+    i = tl.arange(0, MANY)[None, :]
+    row = tl.load(rows_of_segments + first[:, None] + i, has[:, None] & (i < size[:, None]), -1)
+    tl.store(adapted + row, 1, row >= 0)
     record = tiles + tile * 5
     tl.store(record, first, has)
     tl.store(record + 1, size, has)

@@ -19,6 +19,8 @@ from kernels.gpu import attention_kernels
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.plans import BLOCK_SIZE, AttentionPlan
 
+LOG2_E = 1.4426950408889634
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
@@ -33,9 +35,10 @@ class DecodeConfig:
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     block_m: int = 128
-    block_n: int = 32
-    num_warps: int = 4
+    block_n: int = 64
+    num_warps: int = 8
     num_stages: int = 3
+    max_registers: int | None = 128
 
 
 def paged_attention(
@@ -55,7 +58,7 @@ def paged_attention(
         return out
     narrow = qkv.dtype != torch.float32
     if plan.max_query_len > 1:
-        config = prefill or (PrefillConfig() if narrow else PrefillConfig(block_m=64, block_n=32))
+        config = prefill or (PrefillConfig() if narrow else PrefillConfig(64, 32, 4, 3, None))
         _prefill(qkv, k_cache, v_cache, plan, out, num_heads, scale, config)
     if plan.max_query_len <= 1 or plan.context_lens.shape[0] > 1:
         config = decode or (DecodeConfig() if narrow else DecodeConfig(block_n=32))
@@ -95,7 +98,7 @@ def _decode(
         out,
         parts,
         sums,
-        scale,
+        scale * LOG2_E,
         qkv.stride(0),
         plan.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
@@ -142,7 +145,7 @@ def _prefill(
     group = num_heads // num_kv_heads
     block_q = config.block_m // group
     pdl = dependent_launch(qkv)
-    attention_kernels.prefill[(qkv.shape[0] // block_q + num_seqs, num_kv_heads)](
+    attention_kernels.prefill[(num_kv_heads, qkv.shape[0] // block_q + num_seqs)](
         qkv,
         k_cache,
         v_cache,
@@ -150,7 +153,7 @@ def _prefill(
         plan.context_lens,
         plan.query_starts,
         out,
-        scale,
+        scale * LOG2_E,
         qkv.stride(0),
         plan.block_tables.stride(0),
         num_seqs,
@@ -166,5 +169,6 @@ def _prefill(
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
         launch_pdl=pdl,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from benchmarks.gpu_cases import make_lora_plan, make_pool
 from benchmarks.gpu_timing import capture, relative_error
 from kernels import reference
 from kernels.gpu import lora
+from kernels.linear import linear, pack_weight
 from kernels.plans import LoraPlan, LoraPool
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +64,52 @@ def fill(static: LoraPlan, plan: LoraPlan) -> None:
     static.segment_ranks[: plan.num_segments] = plan.segment_ranks
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+def test_shrink_beside_the_base_product_in_a_graph(rows: int) -> None:
+    """Base products of both kinds, one layer after another, so that a product's inputs are the ones before."""
+    groups = ["o", "qkv", "o"]
+    pools = [make_pool(group, 70) for group in groups]
+    weights = [torch.randn(p.splits[-1], 4096, dtype=torch.bfloat16, device="cuda") / 64 for p in pools]
+    static = buffers()
+    x = torch.randn(ROWS, 4096, dtype=torch.bfloat16, device="cuda")[:rows]
+    plan = LoraPlan(
+        rows=static.rows[:rows],
+        segment_starts=static.segment_starts,
+        segment_pages=static.segment_pages,
+        segment_ranks=static.segment_ranks,
+        num_rows=rows,
+        num_segments=SEGMENTS,
+        max_segment_rows=rows,
+    )
+
+    def chain() -> torch.Tensor:
+        tiled, y = lora.prepare(plan, rows), x
+        for pool, weight in zip(pools, weights, strict=True):
+            y = lora.add_lora(
+                partial(linear, packed=pack_weight(weight)), y[:, :4096].contiguous(), pool, tiled
+            )
+        return y
+
+    kept: list[torch.Tensor] = []
+    graph = capture(lambda: kept.append(chain()))
+    for count in (1, 3, 16):
+        fill(
+            static,
+            make_lora_plan([(16, 8, 64, 40)[n % 4] for n in range(count)], [rows // count] * count, PAGES),
+        )
+        graph.replay()
+        want = x.double()
+        for pool, weight in zip(pools, weights, strict=True):
+            wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
+            y = want[:, :4096].contiguous()
+            want = y @ weight.double().t()
+            reference.lora_expand(reference.lora_shrink(y, wide, plan), want, wide, plan)
+        assert relative_error(kept[-1], want) < 1e-2
+        first = kept[-1].clone()
+        graph.replay()
+        assert torch.equal(kept[-1], first)
+
+
 @pytest.mark.parametrize("group", ["qkv", "down"])
 def test_one_graph_serves_any_number_of_adapters(group: str) -> None:
     pool = make_pool(group, 150)
@@ -69,7 +117,7 @@ def test_one_graph_serves_any_number_of_adapters(group: str) -> None:
     x = torch.randn(ROWS, pool.a.shape[3], dtype=torch.bfloat16, device="cuda")
     y = torch.zeros(ROWS, pool.splits[-1], dtype=torch.bfloat16, device="cuda")
     static = buffers()
-    graph = capture(lambda: lora.apply_lora(x, y, pool, lora.prepare(static)))
+    graph = capture(lambda: lora.apply_lora(x, y, pool, lora.prepare(static, ROWS)))
     for count, each in ((1, 5), (4, 2), (8, 8), (2, 32), (64, 1), (1, 64), (3, 1)):
         ranks = [(16, 8, 64, 40)[n % 4] for n in range(count)]
         plan = make_lora_plan(ranks, [each] * count, PAGES)

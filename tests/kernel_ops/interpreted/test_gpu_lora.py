@@ -7,6 +7,8 @@ import torch
 
 from kernels import reference
 from kernels.gpu import lora
+from kernels.gpu.activation import silu_mul
+from kernels.gpu.lora_gated import lora_expand_silu_mul, silu_mul_add_lora
 from kernels.gpu.lora_tiles import make_tiles
 from kernels.plans import LoraPlan, LoraPool
 
@@ -101,7 +103,7 @@ def test_input_long_enough_to_be_split_and_looped_over() -> None:
     pool = make_pool(plan, 2200, [600], torch.float32)
     check(plan, pool, num_tokens=4)
     x, y = torch.randn(4, 2200), torch.zeros(4, 600)
-    tiled = lora.prepare(plan)
+    tiled = lora.prepare(plan, 4)
     config = lora.ShrinkConfig(block_k=128, max_splits=4, fill=6)
     shrunk = lora.lora_shrink(x, pool, tiled, config)
     lora.lora_expand(shrunk, y, pool, tiled, lora.ExpandConfig(128), config)
@@ -121,7 +123,7 @@ def test_an_adapter_without_a_projection_leaves_its_columns_alone() -> None:
 
 def test_work_list_counts_only_live_tiles_and_pages() -> None:
     plan = make_plan([(17, 24), (0, 16), (65, 8)], num_tokens=82, max_pages=4, spare=2)
-    tiles = make_tiles(plan)
+    tiles = make_tiles(plan, 90)
     assert tiles.counts.tolist() == [4, 6]
     first, second = plan.segment_pages[0, :2].tolist()
     third = int(plan.segment_pages[2, 0])
@@ -129,3 +131,32 @@ def test_work_list_counts_only_live_tiles_and_pages() -> None:
     assert tiles.tiles[:4].tolist() == want
     assert tiles.units[:2].tolist() == [[0, 16, first, 15], [0, 16, second, 16 + 7]]
     assert tiles.units[4].tolist() == [17, 64, third, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("segments", [[(1, 8)], [(1, 8), (0, 16), (17, 16), (3, 64), (33, 16), (35, 40)]])
+def test_gate_and_up_with_their_activation(segments: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    torch.manual_seed(len(segments))
+    plan = make_plan(segments, num_tokens=97, max_pages=4, spare=2)
+    pool = make_pool(plan, 96, [144, 144], dtype)
+    lacking = plan.segment_pages[-3]
+    lacking = lacking[lacking >= 0].long()
+    pool.scales[lacking, 1], pool.b[lacking, :, 144:] = 0, float("nan")
+    x, gate_up = torch.randn(97, 96).to(dtype), torch.randn(97, 288).to(dtype)
+    want = expected(x, gate_up, pool, plan)
+    plan = lora.prepare(plan, 97)
+    got = lora_expand_silu_mul(lora.lora_shrink(x, pool, plan), gate_up, pool, plan)
+    tolerance = 5e-3 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(got.double(), reference.silu_mul(want), rtol=tolerance, atol=tolerance)
+    base = sorted(set(range(97)) - set(plan.rows.tolist()))
+    assert torch.equal(got[base], silu_mul(gate_up[base]))
+
+
+def test_a_step_of_many_tokens_activates_its_base_rows() -> None:
+    torch.manual_seed(0)
+    plan = make_plan([(600, 16), (2, 16)], num_tokens=700, max_pages=1)
+    pool = make_pool(plan, 32, [80, 80], torch.float32)
+    x, gate_up = torch.randn(700, 32), torch.randn(700, 160)
+    want = reference.silu_mul(expected(x, gate_up, pool, plan))
+    got = silu_mul_add_lora(lambda _: gate_up, x, pool, plan)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,120 @@
+"""Products of a few rows with a weight, which are bound by the weight's way from memory.
+
+Here 64 rows of the weight are the left side of the matrix instruction, and the step's rows are its columns.
+cuBLAS starts a product when the kernel before has ended, and so leaves the memory idle in between; these are
+launched dependently, and many small programs keep more of the weight on its way. Where the weight has too few
+rows to occupy the device it is cut along ``in`` too, and a second kernel sums the parts, in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from kernels.gpu.launch import ceil_div, dependent_launch, kernel, let_next_start, power_of_2, wait_for_inputs
+
+MAX_ROWS = 32
+"""Beyond it the rows' own way from the cache binds, and cuBLAS, whose programs share them, is faster."""
+
+_BLOCK_N = 64
+_BLOCK_K = 128
+_PROGRAMS = 256
+_MAX_SPLITS = 4
+_JOIN_BLOCK = 1024
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether ``linear`` is the faster one for these, and can compute them."""
+    return (
+        0 < x.shape[0] <= MAX_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype == weight.dtype
+        and weight.shape[0] % _BLOCK_N == 0
+        and weight.shape[1] % _BLOCK_K == 0
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and dependent_launch(x)
+    )
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x Wᵀ``, [T, in] → [T, out], for what ``fits``; sums are in float32."""
+    num_rows, size = x.shape
+    out = weight.shape[0]
+    tiles = out // _BLOCK_N
+    splits = min(_MAX_SPLITS, power_of_2(ceil_div(_PROGRAMS, tiles)), size // _BLOCK_K)
+    pdl = dependent_launch(x)
+    y = torch.empty((num_rows, out), dtype=x.dtype, device=x.device)
+    parts = y
+    if splits > 1:
+        parts = torch.empty((splits, num_rows, out), dtype=torch.float32, device=x.device)
+    _product[(tiles * splits,)](
+        x,
+        weight,
+        parts,
+        num_rows,
+        OUT=out,
+        SIZE=size,
+        ROWS=max(16, power_of_2(num_rows)),
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        SPLITS=splits,
+        # Three fit where there are more programs than two for each processor.
+        NUM_STAGES=3 if splits > 1 and tiles * splits > _PROGRAMS else 4,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    if splits > 1:
+        _join[(num_rows, ceil_div(out, _JOIN_BLOCK))](
+            parts, y, OUT=out, SPLITS=splits, BLOCK=_JOIN_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+    return y
+
+
+@kernel(do_not_specialize=["num_rows"])
+def _product(
+    x,
+    weight,
+    parts,
+    num_rows,
+    OUT: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N rows of the weight, one split of ``in``; SPLITS results of [rows, OUT]."""
+    let_next_start(PDL)
+    split = tl.program_id(0) % SPLITS
+    n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    chunks: tl.constexpr = SIZE // BLOCK_K
+    start = chunks * split // SPLITS * BLOCK_K
+    end = chunks * (split + 1) // SPLITS * BLOCK_K
+    own = weight + n.to(tl.int64)[:, None] * SIZE + k[None, :]
+    rows = x + m[None, :] * SIZE + k[:, None]
+    mask = (m < num_rows)[None, :]
+    wait_for_inputs(PDL)
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for chunk in tl.range(start, end, BLOCK_K, num_stages=NUM_STAGES):
+        acc = tl.dot(tl.load(own + chunk), tl.load(rows + chunk, mask, 0.0), acc)
+    target = parts + split.to(tl.int64) * num_rows * OUT + m[None, :] * OUT + n[:, None]
+    tl.store(target, acc.to(parts.dtype.element_ty), mask)
+
+
+@kernel
+def _join(parts, y, OUT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
+    pointers = parts + row * OUT + n
+    total = tl.load(pointers, n < OUT, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(pointers + split * tl.num_programs(0) * OUT, n < OUT, 0.0)
+    tl.store(y + row * OUT + n, total.to(y.dtype.element_ty), n < OUT)

@@ -1,0 +1,19 @@
+"""The Triton product of a few rows, interpreted on the CPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu import linear as gpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize(("size", "out"), [(128, 64), (640, 192), (384, 64)])
+def test_products_whole_and_in_parts(rows: int, size: int, out: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, size).half(), (torch.randn(out, size) / size**0.5).half()
+    want = x.double() @ weight.double().t()
+    torch.testing.assert_close(gpu.linear(x, weight).double(), want, rtol=2e-3, atol=2e-3)
