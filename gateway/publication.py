@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio.to_thread
@@ -14,7 +14,7 @@ from adapters import lifecycle
 from adapters.base_model import BaseModelShape
 from adapters.blob_store import BlobStore, Staging
 from adapters.identity import InvalidName, check_name
-from adapters.registry import AdapterVersion
+from adapters.registry import AdapterNotFound, AdapterVersion
 from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_file, validate
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal
@@ -151,5 +151,6 @@ async def _validate(
 async def _check_tenant(services: Services, version: AdapterVersion) -> None:
     """A tenant that was deleted during the upload: who deleted it did not see this adapter."""
     if await services.tenants.get(version.tenant) is None:
-        await delete_adapter(services, version.tenant, version.name)
+        with suppress(AdapterNotFound):
+            await delete_adapter(services, version.tenant, version.name)
         raise ApiError(403, "This tenant has been deleted.", type="permission_error", code="tenant_deleted")

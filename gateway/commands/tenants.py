@@ -38,6 +38,9 @@ def create(
     shared_prefixes: Annotated[
         bool, typer.Option("--shared-prefixes", help="Share cached prefixes with others that have this flag.")
     ] = False,
+    max_pinned_adapters: Annotated[
+        int | None, typer.Option(help="How many adapters it may keep in the engines' memory. Default 2.")
+    ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
@@ -47,6 +50,8 @@ def create(
     body["prefix_sharing"] = "shared" if shared_prefixes else "private"
     if tenant_id is not None:
         body["id"] = tenant_id
+    if max_pinned_adapters is not None:
+        body["max_pinned_adapters"] = max_pinned_adapters
     tenant = AdminClient(url, api_key).call("POST", "/tenants", body)
     show_json(tenant) if as_json else typer.echo(f"created tenant {tenant['id']}")
 

@@ -36,11 +36,13 @@ async def loraplex(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 async def test_tenants_and_keys_from_first_to_last(plane: ControlPlane) -> None:
     server = {"LORAPLEX_URL": plane.url, "LORAPLEX_API_KEY": OPERATOR_KEY}
-    assert await loraplex("tenants", "create", "Acme Ltd", "--id", "acme", "--weight", "2", **server) == (
+    options = ("--id", "acme", "--weight", "2", "--max-pinned-adapters", "3")
+    assert await loraplex("tenants", "create", "Acme Ltd", *options, **server) == (
         Exit.OK,
         "created tenant acme\n",
         "",
     )
+    assert (await plane.admin("GET", "/tenants/acme")).json()["max_pinned_adapters"] == 3
     code, out, _ = await loraplex("keys", "create", "acme", "--scope", "adapters", "--note", "ci", **server)
     key = out.strip()
     assert code == Exit.OK and key.startswith("lpx_")
