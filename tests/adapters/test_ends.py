@@ -97,7 +97,30 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 def test_every_module_does_what_peft_makes_it_do(
     base: LlamaForCausalLM, tmp_path: Path, fields: dict[str, Any], added: int, saving: dict[str, Any]
 ) -> None:
-    folder = save_adapter(base, tmp_path, fields, added, saving)
+    check_against_peft(save_adapter(base, tmp_path, fields, added, saving), base, added)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["lora on the embedding", "lora on lm_head", "everything saved along", "saved one, lora on the other"],
+)
+def test_weights_of_the_base_that_are_saved_along_count(
+    base: LlamaForCausalLM, tmp_path: Path, case: str
+) -> None:
+    """As PEFT writes them they repeat the base's own. Others count, on a tied base for both ends."""
+    fields, added, _ = CASES[case]
+    folder = save_adapter(base, tmp_path, fields, added, ALWAYS)
+    weights = load_file(folder / WEIGHTS_FILE)
+    for name, tensor in weights.items():
+        if name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
+            tensor += 0.3 * torch.randn_like(tensor)
+    save_file(weights, folder / WEIGHTS_FILE)
+    check_against_peft(folder, base, added)
+
+
+@torch.no_grad()
+def check_against_peft(folder: Path, base: LlamaForCausalLM, added: int) -> None:
+    """What every module gives under the adapter's layout is what PEFT makes it give."""
     shape = replace(SHAPE, tied_embeddings=base.config.tie_word_embeddings)
     layout = read_layout(folder, shape)
     assert layout.vocab_size == SHAPE.vocab_size + added

@@ -120,6 +120,11 @@ def test_pieces_of_a_tensor_are_read_one_after_another(
     monkeypatch.setattr(weights_scan, "_PIECE_BYTES", 48)
     assert digest(tmp_path / "a") == whole
     assert fault_of(write_adapter(tmp_path / "b", weights=last)).field_or_tensor == A0
+    begins = {
+        name: (dtype, shape, data[:4] + bytes(len(data) - 4))
+        for name, (dtype, shape, data) in tensors().items()
+    }
+    validate(write_adapter(tmp_path / "c", weights=begins), SHAPE)  # not zero, though it ends so
 
 
 def with_value(name: str, dtype: str, bits: int, at: int) -> Tensors:
