@@ -12,9 +12,10 @@ import torch
 from adapters.blob_store import BlobReader, open_reader
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
+from engine.host_memory import available_ram
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_adapter, reserve_host_memory
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
@@ -25,6 +26,9 @@ from engine.settings import EngineSettings
 from engine.step_memory import measure_step_memory
 from kernels.native import release_threads
 from protos import engine_pb2 as pb
+
+_MOST_RESERVED = 4 << 30
+"""Bytes of host memory page-locked at the start. To lock all that adapters may take would take too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,17 @@ def assemble(settings: EngineSettings) -> Core:
         settings.model, dtype=settings.dtype, device=device, max_model_len=settings.max_model_len
     )
     memory = _plan_memory(settings, model, limits)
+    host_bytes = settings.lora_host_bytes(device, available_ram())
     store = open_reader(settings.store, settings.store_cache, int(settings.store_cache_bytes))
     runner = _make_runner(settings, model, memory)
     runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
-    if model.device.type == "cuda" and not settings.enforce_eager:
-        runner.capture_graphs(
-            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+    if model.device.type == "cuda":
+        if not settings.enforce_eager:
+            runner.capture_graphs(
+                max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+            )
+        reserve_host_memory(
+            model.network, nbytes=min(host_bytes, _MOST_RESERVED), max_rank=settings.max_lora_rank
         )
     release_threads()  # of this thread: from here on the loop's computes
 
@@ -77,7 +86,7 @@ def assemble(settings: EngineSettings) -> Core:
         discard=store.discard,
         num_pages=memory.num_rank_pages,
         ends_bytes=memory.ends_bytes,
-        host_bytes=settings.lora_host_memory_bytes,
+        host_bytes=host_bytes,
         wake=news.set,
     )
     pages = RankPages(memory.num_rank_pages, ends_bytes=memory.ends_bytes, in_host=tiers.has)

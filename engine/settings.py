@@ -88,7 +88,7 @@ class EngineSettings(BaseSettings):
     max_num_batched_tokens: int | None = _field(
         None,
         "scheduling",
-        "Most tokens in a step; longer prompts are computed in chunks; default: 2048 on a GPU, 512 on a CPU.",
+        "Most tokens in a step; longer prompts are computed in chunks; default: 8192 on a GPU, 512 on a CPU.",
         ge=1,
     )
     max_num_waiting: int = _field(
@@ -106,8 +106,11 @@ class EngineSettings(BaseSettings):
     lora_memory_bytes: ByteSize | None = _field(
         None, "memory", "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU."
     )
-    lora_host_memory_bytes: ByteSize = _field(
-        ByteSize(_GIB // 2), "memory", "Size of the adapter copies in host memory, behind the pages."
+    lora_host_memory_bytes: ByteSize | None = _field(
+        None,
+        "memory",
+        "Size of the adapter copies in host memory, behind the pages; default: 8 GiB beside a GPU, 1 GiB on "
+        "a CPU, or a quarter of the free memory.",
     )
     max_lora_rank: int = _field(
         64, "memory", "Largest rank that uploads may have; the pages hold at least one such adapter.", ge=1
@@ -125,13 +128,22 @@ class EngineSettings(BaseSettings):
         """`max_num_batched_tokens`, or the default for this type of device."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return max(2048 if device_type == "cuda" else 512, self.max_num_seqs)
+        return max(8192 if device_type == "cuda" else 512, self.max_num_seqs)
 
     def lora_bytes(self, device_type: str) -> int:
         """`lora_memory_bytes`, or the default for this type of device."""
         if self.lora_memory_bytes is not None:
             return int(self.lora_memory_bytes)
         return 4 * _GIB if device_type == "cuda" else _GIB // 2
+
+    def lora_host_bytes(self, device_type: str, available: int) -> int:
+        """`lora_host_memory_bytes`, or the default for this type of device and these bytes of free memory.
+
+        More than the pages hold, or it would have nothing that they do not have.
+        """
+        if self.lora_host_memory_bytes is not None:
+            return int(self.lora_host_memory_bytes)
+        return min(8 * _GIB if device_type == "cuda" else _GIB, available // 4)
 
     def advertised(self, port: int) -> str:
         """``host:port`` for gateways, given the port that the server has got."""

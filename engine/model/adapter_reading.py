@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter
     layout = read_layout(folder, shape)
     rank = max(1, layout.rank)
     num_pages = pages_of_rank(rank + _NUM_VECTORS if layout.has_vectors else rank)
-    groups = _empty_groups(num_pages, config, network.dtype, pin=pin)
+    groups, nbytes = _empty_groups(num_pages, config, network.dtype, pin=pin)
     ends = None
     tensors = AdapterTensors(folder)
     with _own_stream(network.device):
@@ -58,26 +59,65 @@ def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter
         if layout.has_ends or layout.vocab_size != config.vocab_size:
             reader = EndsReader(network.embedding_weight(), network.lm_head_weight(), pin=pin)
             ends = reader.read(layout, tensors)
-    nbytes = sum(
-        tensor.nbytes for weights in groups.values() for tensor in (weights.a, weights.b, weights.scales)
-    )
     nbytes += 0 if ends is None else ends.nbytes
     return HostAdapter(rank, num_pages, nbytes, groups, layout.has_vectors, ends)
 
 
+def reserve_host_memory(network: LlamaModel, *, nbytes: int, max_rank: int) -> None:
+    """Page-lock memory for adapters to come: one of the largest rank, and of one page as many as fit.
+
+    To lock memory makes every launch on the device wait, so it is better not done while sequences decode.
+    torch keeps what is given back here, and gives it out again to whoever asks for as much.
+    """
+    held: list[dict[str, GroupWeights]] = []
+    num_pages = pages_of_rank(max_rank)
+    while nbytes > 0:
+        groups, taken = _empty_groups(num_pages, network.config, network.dtype, pin=True)
+        held.append(groups)
+        nbytes -= taken
+        num_pages = 1
+
+
 def _empty_groups(
     num_pages: int, config: ModelConfig, dtype: torch.dtype, *, pin: bool
-) -> dict[str, GroupWeights]:
-    groups = {}
+) -> tuple[dict[str, GroupWeights], int]:
+    """All groups' weights, zero, and the bytes that they take.
+
+    They are cut from one block. Page-locked memory is given out in powers of two, and to lock more of it
+    takes long: with a block for each tensor much would be wasted, and seldom would one be found again.
+    """
+    head = (config.num_layers, num_pages)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
     for group, projections in PROJECTION_GROUPS.items():
-        head = (config.num_layers, num_pages)
         width, out = config.group_in(group), config.group_splits(group)[-1]
-        groups[group] = GroupWeights(
-            a=torch.zeros(*head, len(projections), RANK_PAGE, width, dtype=dtype, pin_memory=pin),
-            b=torch.zeros(*head, RANK_PAGE, out, dtype=dtype, pin_memory=pin),
-            scales=torch.zeros(*head, len(projections), dtype=torch.float32, pin_memory=pin),
+        shapes[group] = (
+            (*head, len(projections), RANK_PAGE, width),
+            (*head, RANK_PAGE, out),
+            (*head, len(projections)),
         )
-    return groups
+    weights_bytes = sum(math.prod(shape) for a, b, _ in shapes.values() for shape in (a, b)) * dtype.itemsize
+    scales_bytes = sum(math.prod(scales) for _, _, scales in shapes.values()) * torch.float32.itemsize
+    nbytes = weights_bytes + scales_bytes
+    if pin:
+        nbytes = 1 << (nbytes - 1).bit_length()
+    block = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin)
+    weights = iter(_cut(block, dtype, [shape for a, b, _ in shapes.values() for shape in (a, b)]))
+    scales = _cut(block[weights_bytes:], torch.float32, [scales for _, _, scales in shapes.values()])
+    groups = {
+        group: GroupWeights(next(weights), next(weights), own)
+        for group, own in zip(shapes, scales, strict=True)
+    }
+    return groups, nbytes
+
+
+def _cut(block: torch.Tensor, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors of these shapes, one behind the other from the beginning of a block of bytes."""
+    tensors, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape) * dtype.itemsize
+        tensors.append(block[start:end].view(dtype).view(shape))
+        start = end
+    return tensors
 
 
 def _by_group(layout: AdapterLayout) -> dict[tuple[int, str], dict[int, LowRank]]:

@@ -30,8 +30,13 @@ def test_switches_and_sizes() -> None:
 
 def test_defaults_that_depend_on_the_device() -> None:
     settings = parse_args(["--model=m"])
-    assert settings.step_tokens("cuda") == 2048 and settings.step_tokens("cpu") == 512
+    assert settings.step_tokens("cuda") == 8192 and settings.step_tokens("cpu") == 512
     assert settings.lora_bytes("cuda") > settings.lora_bytes("cpu")
+    for device in ("cuda", "cpu"):
+        assert settings.lora_host_bytes(device, 1 << 40) > settings.lora_bytes(device), (
+            "or it would be useless"
+        )
+        assert settings.lora_host_bytes(device, 1 << 30) == 1 << 28
     assert parse_args(["--model=m", "--max-num-seqs=600"]).step_tokens("cpu") == 600
 
 
