@@ -4,8 +4,9 @@
 
 128 sequences decode at a context near 576 under 8 adapters, over random weights of Llama-3.1-8B's shape. Then
 requests come one after another, each for an adapter that only the disk has: it is read, copied to the device
-and its prompt of 512 tokens computed, while the others go on. The gap between two tokens of a sequence is the
-time from one step's news to the next's.
+and its prompt computed, while the others go on. The gap between two tokens of a sequence is the
+time from one step's news to the next's. Prompts are of 16 tokens, where the load shows, and of 512, which
+take a while to compute whoever asks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -25,17 +27,19 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu_decode import LLAMA_8B
 from benchmarks.gpu_throughput import NUM_BLOCKS, Bench, preload
+from engine.__main__ import SWITCH_INTERVAL_S
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_adapter, reserve_host_memory
 from engine.model.adapter_weights import HostAdapter
 from engine.outputs import LinkOutput
 from engine.rank_pages import RankPages
 from engine.scheduler import Scheduler
 from engine.scheduler.adapter_gate import AdapterGate
 
-NUM_DECODING, PROMPT, OUTPUT = 128, 512, 400
+NUM_DECODING, PROMPT, OUTPUT = 128, 512, 600
+COLD_PROMPTS = (16, 512)
 NUM_WARM, NUM_COLD, STEPS_BETWEEN = 8, 4, 60
 RANK = 16
 COLD = b"cold"
@@ -82,7 +86,9 @@ class _Watch:
 
 
 def measure(bench: Bench) -> dict[str, float]:
-    """Milliseconds: the median gap and the longest, without and with cold loads, and a cold first token."""
+    """Milliseconds: the median gap and the longest; while cold adapters come, the longest, and the one that
+    follows as many as there were loads; and the first token of those."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with tempfile.TemporaryDirectory() as folder:
         write_cold_adapter(Path(folder))
         return _measure(bench, Path(folder))
@@ -99,36 +105,38 @@ def _measure(bench: Bench, folder: Path) -> dict[str, float]:
     gate = AdapterGate(RankPages(64), tiers, bench.runner.write_adapter, bench.runner.drop_adapter)
     scheduler = Scheduler(bench.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
     loop = EngineLoop(scheduler, bench.runner, gate, news, overlap=True)
+    reserve_host_memory(bench.model.network, nbytes=512 << 20, max_rank=RANK)
     warm = [b"warm-%d" % i for i in range(NUM_WARM)]
     preload(gate, warm)
     for i in range(NUM_DECODING):
         scheduler.add(bench.request(i, PROMPT, OUTPUT, warm[i % NUM_WARM]))
     while scheduler.num_waiting:
         loop.step(lambda outputs: None)
-    quiet, watch = _Watch(), _Watch()
+    for _ in range(STEPS_BETWEEN):
+        loop.step(lambda outputs: None)  # until all of their prompts are computed
+    quiet = _Watch()
     for _ in range(STEPS_BETWEEN):
         loop.step(quiet.deliver)
-    submitted: dict[int, float] = {}
-    for number in range(NUM_COLD):
-        submitted[number] = time.perf_counter()
-        scheduler.add(bench.request(number, PROMPT, 4, COLD + b"%d" % number, link=COLD))
-        deadline = time.perf_counter() + 5
-        while number not in watch.first_tokens and time.perf_counter() < deadline:
-            loop.step(watch.deliver)
+    figures = {"median_step": statistics.median(_gaps(quiet.times)), "longest": max(_gaps(quiet.times))}
+    for length in COLD_PROMPTS:
+        watch, firsts = _Watch(), []
+        for _ in range(NUM_COLD):
+            number = 1000 * length + len(firsts)
+            begin = time.perf_counter()
+            scheduler.add(bench.request(number, length, 4, COLD + b"%d" % number, link=COLD))
+            while number not in watch.first_tokens:
+                assert scheduler.num_running > NUM_DECODING // 2, "the others have ended meanwhile"
+                loop.step(watch.deliver)
+            firsts.append(1e3 * (watch.first_tokens[number] - begin))
+        longest = sorted(_gaps(watch.times), reverse=True)
+        figures[f"longest_while_loading_prompt_{length}"] = longest[0]
+        figures[f"fifth_longest_while_loading_prompt_{length}"] = longest[NUM_COLD]
+        figures[f"first_token_prompt_{length}"] = statistics.median(firsts)
     scheduler.abort_link("bench")
     while loop.step(lambda outputs: None):
         pass
     tiers.close()
-    gaps, quiet_gaps = _gaps(watch.times), _gaps(quiet.times)
-    return {
-        "median_step": statistics.median(quiet_gaps),
-        "longest_gap_without": max(quiet_gaps),
-        "longest_gap": max(gaps),
-        "second_longest_gap": sorted(gaps)[-2],
-        "cold_first_token": statistics.median(
-            1e3 * (watch.first_tokens[number] - begin) for number, begin in submitted.items()
-        ),
-    }
+    return figures
 
 
 def _gaps(times: list[float]) -> list[float]:

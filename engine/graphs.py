@@ -25,7 +25,7 @@ from engine.step import StepRow
 
 _log = logging.getLogger(__name__)
 
-_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of a mixed step. Beyond the last the device takes longer than the host, and padding costs more than
 it saves."""
 

@@ -17,9 +17,8 @@ from engine.model.adapter_weights import HostAdapter, pages_of_rank
 from engine.model.llama import ForwardBatch
 from engine.model.loading import LoadedModel
 from engine.model.lora_pool import RankPagePool
-from engine.sampler import EmptyStep, PendingStep, draw
+from engine.sampler import EmptyStep, PendingStep, Sampler
 from engine.step import SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
-from engine.transfer import Readback
 from kernels.plans import BLOCK_SIZE, RANK_PAGE
 
 
@@ -58,7 +57,7 @@ class Runner:
         self._adapters = RankPagePool(model.config, num_rank_pages, model.dtype, model.device)
         self._ends = ResidentEnds(model.device)
         self._adapter_copies = AdapterCopies(model.device)
-        self._readback = Readback(model.device)
+        self._sampler = Sampler(model.device)
         self._drawn: DrawnTokens | None = None
 
     def warm_up(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -128,7 +127,7 @@ class Runner:
         if not sampling:
             return EmptyStep()
         logits = self._network.logits(hidden, ends)
-        pending, self._drawn = draw(logits, sampling, self._readback, drawn)
+        pending, self._drawn = self._sampler.draw(logits, sampling, drawn)
         return pending
 
     @torch.inference_mode()

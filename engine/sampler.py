@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,43 +49,68 @@ class EmptyStep:
         return StepResult()
 
 
-def draw(
-    logits: torch.Tensor, rows: Sequence[StepRow], readback: Readback, drawn: DrawnTokens | None = None
-) -> tuple[PendingStep, DrawnTokens]:
-    """Launch the draw of the next token of each row.
+class Sampler:
+    """Launches the draws of one engine's steps."""
 
-    Args:
-        logits: [S, vocab_size], a row for each of ``rows``, which all have ``sampling``.
-        drawn: what the step before has drawn, for penalties on tokens that no host has seen.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._readback = Readback(device)
+        self._columns = _columns_of([])
 
-    Returns:
-        The draw on its way to the host, and on the device, for the next step.
-    """
-    sampled = sample(logits, build_sampling_batch(rows, logits.device, drawn))
-    return PendingStep(rows, logits, sampled, readback), DrawnTokens(sampled.tokens, rows)
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[StepRow], drawn: DrawnTokens | None = None
+    ) -> tuple[PendingStep, DrawnTokens]:
+        """Launch the draw of the next token of each row.
+
+        Args:
+            logits: [S, vocab_size], a row for each of ``rows``, which all have ``sampling``.
+            drawn: what the step before has drawn, for penalties on tokens that no host has seen.
+
+        Returns:
+            The draw on its way to the host, and on the device, for the next step.
+        """
+        sampled = sample(logits, self.batch(rows, drawn))
+        return PendingStep(rows, logits, sampled, self._readback), DrawnTokens(sampled.tokens, rows)
+
+    def batch(self, rows: Sequence[StepRow], drawn: DrawnTokens | None = None) -> SamplingBatch:
+        """The parameters of rows that all have ``sampling`` as parallel tensors. Waits for nothing."""
+        params = [_params(row) for row in rows]
+        if params != self._columns.params:  # mostly the very rows of the step before
+            self._columns = _columns_of(params)
+        columns = self._columns
+        positions = np.array([row.start + len(row.tokens) for row in rows], np.int64)
+        edited = [i for i, row in enumerate(rows) if columns.are_edited[i] or row.banned_tokens]
+        return SamplingBatch(
+            **pack_to_device({**columns.arrays, "positions": positions}, self._device),
+            edits=build_token_edits(rows, edited, self._device, drawn),
+            num_logprobs=columns.num_logprobs,
+            all_greedy=columns.all_greedy,
+        )
 
 
-def build_sampling_batch(
-    rows: Sequence[StepRow], device: torch.device, drawn: DrawnTokens | None = None
-) -> SamplingBatch:
-    """The parameters of rows that all have ``sampling`` as parallel tensors. The host waits for nothing."""
-    params = [_params(row) for row in rows]
-    columns = pack_to_device(
-        {
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What depends on the rows' parameters alone."""
+
+    params: list[SamplingParams]
+    arrays: dict[str, np.ndarray]
+    are_edited: list[bool]
+    num_logprobs: int | None
+    all_greedy: bool
+
+
+def _columns_of(params: list[SamplingParams]) -> _Columns:
+    return _Columns(
+        params=params,
+        arrays={
             "temperature": np.array([p.temperature for p in params], np.float32),
             "top_k": np.array([p.top_k for p in params], np.int32),
             "top_p": np.array([p.top_p for p in params], np.float32),
             "min_p": np.array([p.min_p for p in params], np.float32),
             "seeds": np.array([_signed(p.seed) for p in params], np.int64),
-            "positions": np.array([row.start + len(row.tokens) for row in rows], np.int64),
         },
-        device,
-    )
-    logprobs = [p.logprobs for p in params if p.logprobs is not None]
-    return SamplingBatch(
-        **columns,
-        edits=build_token_edits(rows, params, device, drawn),
-        num_logprobs=max(logprobs, default=None),
+        are_edited=[p.has_penalties or bool(p.logit_bias) for p in params],
+        num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
         all_greedy=all(p.temperature < GREEDY_BELOW for p in params),
     )
 

@@ -14,19 +14,21 @@ from kernels.sampling_batch import TokenEdits
 
 
 def build_token_edits(
-    rows: Sequence[StepRow],
-    params: Sequence[SamplingParams],
-    device: torch.device,
-    drawn: DrawnTokens | None,
+    rows: Sequence[StepRow], edited: Sequence[int], device: torch.device, drawn: DrawnTokens | None
 ) -> TokenEdits | None:
     """The edits of all rows, each pair of row and token once; None if there are none.
 
     A token that no host has seen is part of its row's output all the same: it is counted on the device.
+
+    Args:
+        rows: of which all have ``sampling``.
+        edited: which of them have a bias, a ban or penalties.
     """
-    entries = [_row_edits(i, row, p) for i, (row, p) in enumerate(zip(rows, params, strict=True))]
-    merged = np.concatenate([entry for entry in entries if entry is not None] or [np.zeros((5, 0))], axis=1)
-    if merged.shape[1] == 0:
+    entries = [entry for i in edited if (entry := _row_edits(i, rows[i])) is not None]
+    if not entries:
         return None
+    merged = np.concatenate(entries, axis=1)
+    params = [row.sampling or SamplingParams() for row in rows]
     owner, tokens, biases, counts, seen = merged
     columns = pack_to_device(
         {
@@ -49,8 +51,9 @@ def build_token_edits(
     return TokenEdits(**columns)
 
 
-def _row_edits(index: int, row: StepRow, params: SamplingParams) -> np.ndarray | None:
+def _row_edits(index: int, row: StepRow) -> np.ndarray | None:
     """float64 [5, E]: row, token, bias, count in the output, seen. An unseen token is an entry, the last."""
+    params = row.sampling or SamplingParams()
     biases: dict[int, float] = dict(params.logit_bias)
     biases.update(dict.fromkeys(row.banned_tokens, float("-inf")))
     output = np.zeros(0, np.int64)

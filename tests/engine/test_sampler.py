@@ -9,16 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.sampler import build_sampling_batch
-from engine.sampler import draw as launch_draw
+from engine.sampler import Sampler
 from engine.step import SamplingParams, StepAdapter, StepResult, StepRow
-from engine.transfer import Readback
 
 CPU = torch.device("cpu")
 
 
 def draw(logits: torch.Tensor, rows: Sequence[StepRow]) -> StepResult:
-    pending, drawn = launch_draw(logits, rows, Readback(CPU))
+    pending, drawn = Sampler(CPU).draw(logits, rows)
     result = pending.result()
     assert drawn.tokens.tolist() == [found.token for found in result.rows]
     return result
@@ -30,12 +28,12 @@ def row(seq_id: int, params: SamplingParams | None, *, banned: tuple[int, ...] =
 
 def test_positions_and_seeds_are_the_sequence_own() -> None:
     seeds = (3, 2**63, 2**64 - 1)
-    batch = build_sampling_batch([row(i, SamplingParams(seed=seed)) for i, seed in enumerate(seeds)], CPU)
+    batch = Sampler(CPU).batch([row(i, SamplingParams(seed=seed)) for i, seed in enumerate(seeds)])
     assert batch.positions.tolist() == [12, 12, 12]
     assert batch.seeds.tolist() == [3, -(2**63), -1]
     assert batch.all_greedy
     assert batch.edits is None
-    assert not build_sampling_batch([row(1, SamplingParams(temperature=0.7))], CPU).all_greedy
+    assert not Sampler(CPU).batch([row(1, SamplingParams(temperature=0.7))]).all_greedy
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
@@ -72,7 +70,7 @@ def test_bias_and_bans_change_the_choice() -> None:
 def test_penalties_count_output_and_see_the_prompt() -> None:
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
     penalized = replace(row(2, params, banned=(4,)), prompt_tokens=(7, 8, 7), output_tokens=(8, 3, 3))
-    edits = build_sampling_batch([row(1, SamplingParams()), penalized], CPU).edits
+    edits = Sampler(CPU).batch([row(1, SamplingParams()), penalized]).edits
     assert edits is not None
     assert edits.rows.tolist() == [1, 1, 1, 1]
     assert edits.tokens.tolist() == [3, 4, 7, 8]
@@ -94,3 +92,17 @@ def test_each_row_gets_the_alternatives_it_asked_for() -> None:
     assert first.logprobs.top_logprobs[0] == first.logprobs.chosen
     assert second.logprobs.top_tokens == ()
     assert third.logprobs is None
+
+
+def test_parameters_follow_the_rows_from_step_to_step() -> None:
+    sampler = Sampler(CPU)
+    warm, cold = SamplingParams(temperature=0.7, top_k=5, logprobs=2), SamplingParams(seed=9)
+    for params in ([warm, cold], [warm, cold], [cold, warm], [cold], [warm, cold]):
+        rows = [replace(row(i, p), start=20 + i) for i, p in enumerate(params)]
+        batch = sampler.batch(rows)
+        assert batch.temperature.tolist() == pytest.approx([p.temperature for p in params])
+        assert batch.top_k.tolist() == [p.top_k for p in params]
+        assert batch.seeds.tolist() == [p.seed for p in params]
+        assert batch.positions.tolist() == [22 + i for i in range(len(params))]
+        assert batch.all_greedy == (params == [cold])
+        assert batch.num_logprobs == (2 if warm in params else None)

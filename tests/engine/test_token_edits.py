@@ -7,7 +7,7 @@ import random
 import torch
 
 from engine.drawn_tokens import DrawnTokens
-from engine.sampler import build_sampling_batch
+from engine.sampler import Sampler
 from engine.step import UNSEEN, SamplingParams, StepRow
 from kernels.sampling_batch import TokenEdits
 
@@ -56,7 +56,7 @@ def test_an_unseen_token_counts_as_if_it_were_known() -> None:
     rng = random.Random(0)
     for _ in range(300):
         known, unseen, drawn = random_rows(rng)
-        want = build_sampling_batch(known, CPU)
-        got = build_sampling_batch(unseen, CPU, drawn)
+        want = Sampler(CPU).batch(known)
+        got = Sampler(CPU).batch(unseen, drawn)
         assert live(got.edits) == live(want.edits)
         assert got.positions.tolist() == want.positions.tolist()
