@@ -89,21 +89,27 @@ def print_versions(adapters: Sequence[dict[str, Any]]) -> None:
             " ".join(adapter["target_modules"]),
             adapter["base_model"] or "",
             moment(adapter["created"]),
+            "; ".join(_notes(adapter)),
         )
         for adapter in adapters
     ]
-    print_table(("adapter", "rank", "size", "modules", "base model", "created"), rows)
+    print_table(("adapter", "rank", "size", "modules", "base model", "created", ""), rows)
 
 
 def meaning(adapter: dict[str, Any]) -> str:
     """What a name means now, in a line: which version is live, a canary, and whether it is pinned."""
-    live, canary = adapter["live"], adapter["canary"]
-    said = [f"{adapter['name']} means {adapter['id']}" if live else f"{adapter['name']} has no live version"]
-    if canary:
-        said.append(f"canary {adapter['name']}@{canary['version']} gets {canary['percent']:g} %")
-    if adapter["pinned"]:
-        said.append("pinned")
-    return "; ".join(said)
+    means = f"{adapter['name']} means {adapter['id']}" if adapter["live"] else adapter["name"]
+    return "; ".join([means, *_notes(adapter)])
+
+
+def _notes(adapter: dict[str, Any]) -> list[str]:
+    """What goes for a name beside its live version; nothing for what is listed as one of several versions."""
+    if "live" not in adapter:
+        return []
+    notes = [] if adapter["live"] else ["no live version"]
+    if canary := adapter["canary"]:
+        notes.append(f"canary {adapter['name']}@{canary['version']} gets {canary['percent']:g} %")
+    return notes + (["pinned"] if adapter["pinned"] else [])
 
 
 def moment(seconds: int) -> str:

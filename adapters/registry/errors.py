@@ -67,6 +67,10 @@ _CONFLICTS = {
         "name.",
         "name_used",
     ),
+    "too_many_grants": (
+        "'{name}' is shared with {detail} tenants, the most that is allowed. Revoke a grant first.",
+        "too_many_grants",
+    ),
     "pin_quota": (
         "This tenant has pinned {detail} adapters, as many as it may. Unpin another first, or ask your "
         "operator for more.",

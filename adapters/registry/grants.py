@@ -11,10 +11,16 @@ from adapters.registry.errors import raise_fault
 from adapters.registry.scripts import Script, check_tenant, text
 from adapters.registry.versions import AdapterVersion, read_version
 
+_MAX_GRANTS = 1000
+
 _GRANT = """
-local tenant, name, grantee, by = unpack(ARGV)
+local tenant, name, grantee, by, most = unpack(ARGV)
 if not live_of(tenant, name) then return 'no_name' end
-if redis.call('SADD', at('grants', tenant, name), grantee) == 1 then
+local grants = at('grants', tenant, name)
+if redis.call('SISMEMBER', grants, grantee) == 0 and redis.call('SCARD', grants) >= tonumber(most) then
+    return 'too_many_grants'
+end
+if redis.call('SADD', grants, grantee) == 1 then
     redis.call('SADD', at('granted', grantee), tenant .. '/' .. name)
     changed(tenant, name, 'grant', by, {detail = grantee})
 end
@@ -55,7 +61,7 @@ class Grants:
 
     async def grant(self, tenant: str, name: str, grantee: str, *, by: str = "") -> None:
         """Lets another tenant use all versions of a name. Whether there is such a tenant is not asked."""
-        await self._call(self._grant, tenant, name, grantee, by)
+        await self._call(self._grant, tenant, name, grantee, by, _MAX_GRANTS)
 
     async def revoke(self, tenant: str, name: str, grantee: str, *, by: str = "") -> None:
         """Takes a grant back; one that was not given is no error."""
@@ -67,7 +73,7 @@ class Grants:
         versions = [read_version(text(owner), text(name), *rest) for owner, name, *rest in found]
         return sorted(versions, key=lambda item: (item.tenant, item.name))
 
-    async def _call(self, script: Script, tenant: str, name: str, grantee: str, by: str) -> None:
+    async def _call(self, script: Script, tenant: str, name: str, grantee: str, *args: str | int) -> None:
         check_name(name)
-        status = await script(check_tenant(tenant), name, check_tenant(grantee), by)
-        raise_fault(text(status), name=name)
+        status = await script(check_tenant(tenant), name, check_tenant(grantee), *args)
+        raise_fault(text(status), name=name, detail=f"{_MAX_GRANTS:,}")

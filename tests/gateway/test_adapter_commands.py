@@ -65,6 +65,7 @@ async def shell(valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(work)
     async with control_plane(valkey_url, tmp_path) as plane:
         key = (await plane.tenant("acme"))["Authorization"].removeprefix("Bearer ")
+        monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setenv("LORAPLEX_URL", plane.url)
         monkeypatch.setenv("LORAPLEX_API_KEY", key)
         yield Shell(plane, work, key)
@@ -103,6 +104,19 @@ async def test_the_life_of_a_name(shell: Shell) -> None:
         *("rename", "delete", "revoke", "grant", "unpin", "rollback", "promote", "pin", "canary", "canary"),
         *("upload", "upload"),
     ]
+
+
+async def test_a_list_says_what_goes_for_each_name(shell: Shell) -> None:
+    await shell.upload(1)
+    await shell.upload(2, "--no-promote")
+    done = await shell("upload", shell.adapter(3), "--name", "staged", "--no-promote")
+    assert done.out.endswith("not live yet; make it so with: adapters promote staged 1\n")
+    await shell("canary", "sql", "2", "--percent", "5")
+    await shell("pin", "sql")
+    lines = (await shell("list")).out.splitlines()
+    assert lines[1].startswith("sql@1") and lines[1].endswith("canary sql@2 gets 5 %; pinned")
+    assert lines[2].startswith("staged@1") and lines[2].endswith("no live version")
+    assert "staged; no live version\n" in (await shell("show", "staged")).out
 
 
 async def test_json_is_what_the_server_says(shell: Shell) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.registry import AdapterNotFound, Registry
+from adapters.registry import AdapterConflict, AdapterNotFound, Registry, grants
 from tests.adapters.registry.builders import ONE, TWO, meaning
 
 
@@ -66,6 +66,17 @@ async def test_granted_names_are_listed_in_order_when_live(registry: Registry) -
     await registry.grants.grant("acme", "staged", "globex")
     listed = [version.ref_for("globex") for version in await registry.grants.granted_to("globex")]
     assert listed == ["acme/a@1", "acme/z@1", "b-corp/x@1"]
+
+
+async def test_grants_of_a_name_are_bounded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants, "_MAX_GRANTS", 2)
+    await registry.add_version("acme", "sql", ONE)
+    for tenant in ("b", "c", "b"):
+        await registry.grants.grant("acme", "sql", tenant)
+    with pytest.raises(AdapterConflict, match="shared with 2 tenants"):
+        await registry.grants.grant("acme", "sql", "d")
+    await registry.grants.revoke("acme", "sql", "b")
+    await registry.grants.grant("acme", "sql", "d")
 
 
 async def test_only_owners_grant(registry: Registry) -> None:
