@@ -113,7 +113,7 @@ async def test_a_list_says_what_goes_for_each_name(shell: Shell) -> None:
     assert done.out.endswith("not live yet; make it so with: adapters promote staged 1\n")
     await shell("canary", "sql", "2", "--percent", "5")
     await shell("pin", "sql")
-    lines = (await shell("list")).out.splitlines()
+    lines = [line.rstrip() for line in (await shell("list")).out.splitlines()]
     assert lines[1].startswith("sql@1") and lines[1].endswith("canary sql@2 gets 5 %; pinned")
     assert lines[2].startswith("staged@1") and lines[2].endswith("no live version")
     assert "staged; no live version\n" in (await shell("show", "staged")).out
