@@ -10,6 +10,7 @@ from tests.e2e.tiny import TINY, TinyZoo, ask, upload, words
 pytestmark = pytest.mark.e2e
 
 DOCUMENT_TOKENS = 2000
+NUM_TOKENS = 8
 
 
 def test_ten_activated_adapters_and_the_base_model_share_a_document(zoo: TinyZoo, tiny_stack: Stack) -> None:
@@ -25,7 +26,7 @@ def test_ten_activated_adapters_and_the_base_model_share_a_document(zoo: TinyZoo
     texts = set()
     for name, invocation in [(TINY, []), *invocations.items()]:
         prompt = [*document, *invocation, *question]
-        answer = ask(tiny_stack, key, name, prompt)
+        answer = ask(tiny_stack, key, name, prompt, NUM_TOKENS)
         assert answer.cached_tokens >= DOCUMENT_TOKENS // 16 * 16
         text, logprobs = zoo.expected(None if name == TINY else name, prompt, len(answer.logprobs))
         assert answer.text == text

@@ -68,7 +68,8 @@ async def test_a_stream_goes_on_with_the_version_that_it_began_with(zoo: TinyZoo
         async for chunk in stream:
             assert chunk.model == "sql@1"
             text += chunk.choices[0].text
-            num_tokens += len(chunk.choices[0].logprobs.tokens) if chunk.choices[0].logprobs else 0
+            logprobs = chunk.choices[0].logprobs
+            num_tokens += len(logprobs.tokens or ()) if logprobs else 0
             if during is None:
                 await asyncio.to_thread(upload, tiny_stack, key, "sql", zoo.adapters["second"])
                 during = await asyncio.to_thread(ask, tiny_stack, key, "sql", prompt)

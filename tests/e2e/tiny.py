@@ -69,14 +69,12 @@ class TinyZoo:
         )
         if self.peft is None:
             own = copy.deepcopy(self.model)
-            own.config.eos_token_id = own.generation_config.eos_token_id = None  # as with ignore_eos
             self.peft = PeftModel.from_pretrained(own, str(path), adapter_name=name).eval()
         else:
             self.peft.load_adapter(str(path), adapter_name=name)
         self.adapters[name] = path
         return path
 
-    @torch.inference_mode()
     def expected(
         self, adapter: str | None, prompt: Sequence[int], count: int
     ) -> tuple[str, tuple[float, ...]]:
@@ -106,6 +104,25 @@ class TinyZoo:
             return self.peft.disable_adapter()
         self.peft.set_adapter(adapter)
         return nullcontext()
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], tuple[float, ...]]:
+    """The tokens that transformers generates greedily, whatever their meaning, and their logprobs."""
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = found.sequences[0, len(prompt) :].tolist()
+    steps = zip(found.logits, tokens, strict=True)
+    return tokens, tuple(logits[0].log_softmax(-1)[token].item() for logits, token in steps)
 
 
 def words(count: int, seed: int) -> list[int]:
