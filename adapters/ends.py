@@ -149,9 +149,10 @@ class EndRules:
         top = 1 + max((max(tokens) for tokens in self._tokens.values()), default=-1)
         size, told_by = next(iter(sizes.items()), (max(base, top), None))
         if not base <= size <= base + MAX_ADDED_TOKENS:
+            fault = "which cannot be made smaller" if size < base else f"and {MAX_ADDED_TOKENS} more at most"
             raise InvalidAdapter(
-                f"The adapter has a vocabulary of {size} tokens, but the base model has {base}, to which at "
-                f"most {MAX_ADDED_TOKENS} can be added; check that it was trained on this base model.",
+                f"The adapter has a vocabulary of {size} tokens; the base model has {base}, {fault}. Check "
+                "that it was trained on this base model, and to what size its embeddings were resized.",
                 told_by.name if told_by else "trainable_token_indices",
             )
         if top > size:
