@@ -14,7 +14,7 @@ from adapters.registry.errors import raise_fault
 from adapters.registry.grants import Grants
 from adapters.registry.records import Records
 from adapters.registry.references import References
-from adapters.registry.scripts import BatchedScript, Script, check_tenant, text
+from adapters.registry.scripts import BYTES, BatchedScript, Script, check_tenant, key, text
 from adapters.registry.versions import (
     AdapterName,
     AdapterVersion,
@@ -249,17 +249,16 @@ class Registry:
     async def history(self, tenant: str, name: str) -> Sequence[Event]:
         """What happened to a name, the latest first: its last 200 changes. Empty if there is no such name."""
         check_name(name)
-        key = f"loraplex:{{adapters}}:log:{check_tenant(tenant)}:{name}"
-        return [read_event(document) for document in await self._redis.lrange(key, 0, -1)]
+        documents = await self._redis.lrange(key("log", check_tenant(tenant), name), 0, -1)
+        return [read_event(document) for document in documents]
 
     async def bytes_of(self, tenant: str) -> int:
         """The bytes of a tenant's versions; those of one digest count once."""
-        return int(await self._redis.hget("loraplex:{adapters}:bytes", check_tenant(tenant)) or 0)
+        return int(await self._redis.hget(BYTES, check_tenant(tenant)) or 0)
 
     async def tenant_refers(self, tenant: str, digest: bytes) -> bool:
         """Whether some version of the tenant's own has this digest."""
-        key = f"loraplex:{{adapters}}:holdings:{check_tenant(tenant)}"
-        return bool(await self._redis.hexists(key, digest.hex()))
+        return bool(await self._redis.hexists(key("holdings", check_tenant(tenant)), digest.hex()))
 
     async def delete(self, tenant: str, name: str) -> Sequence[bytes]:
         """Forgets a name with all its versions; their numbers are not given again.

@@ -14,6 +14,7 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 REFERENCES = _ROOT + "references"
 PINS = _ROOT + "pins"
+BYTES = _ROOT + "bytes"
 UNRECORDED = _ROOT + "unrecorded"
 UNREFERENCED = _ROOT + "unreferenced"
 
@@ -140,6 +141,11 @@ class BatchedScript:
 
     async def __call__(self, *args: str) -> Any:
         return await self._batches([REFERENCES], args)
+
+
+def key(*parts: str) -> str:
+    """A key of the registry's, as scripts build them."""
+    return _ROOT + ":".join(parts)
 
 
 def check_tenant(tenant: str) -> str:
