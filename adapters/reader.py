@@ -20,7 +20,8 @@ from adapters.targets import Targets
 from adapters.tensor_names import PREFIX, Slot, TensorName, parse_tensor_name, tensor_name
 from adapters.weight_files import read_tensors
 
-Place = tuple[Spot, Slot]
+_Key = tuple[Spot, Slot]
+"""What a tensor is to which module."""
 
 _LORA_SLOTS = frozenset({Slot.A, Slot.B, Slot.BIAS, Slot.MAGNITUDE})
 
@@ -64,8 +65,8 @@ def _root_of(names: Iterable[TensorName | None], shape: BaseModelShape) -> str:
 
 def _by_place(
     tensors: Sequence[StoredTensor], names: dict[str, TensorName | None], targets: Targets
-) -> dict[Place, StoredTensor]:
-    found: dict[Place, StoredTensor] = {}
+) -> dict[_Key, StoredTensor]:
+    found: dict[_Key, StoredTensor] = {}
     infixes: set[str | None] = set()
     lost: list[str] = []
     for tensor in tensors:
@@ -101,7 +102,7 @@ class _Assembly:
         config: LoraConfig,
         shape: BaseModelShape,
         targets: Targets,
-        found: dict[Place, StoredTensor],
+        found: dict[_Key, StoredTensor],
     ) -> None:
         self._config = config
         self._shape = shape

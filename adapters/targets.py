@@ -15,9 +15,9 @@ _MAX_FLOAT32 = 3.4028235e38
 class Targets:
     """What a config says of each module of a base model.
 
-    `paths` are all modules by full name, `spots` the targeted ones, each with its full name, in the base
-    model's order. Raises `UnsafePattern` when a pattern of the config cannot be matched in bounded time,
-    `InvalidAdapter` when the config does not fit the base model.
+    `paths` are all modules by full name; `spots` the targeted ones, each with its full name, in the base
+    model's order; `saved` the ends that are trained in full. Raises `UnsafePattern` when a pattern of the
+    config cannot be matched in bounded time, `InvalidAdapter` when the config does not fit the base model.
     """
 
     def __init__(self, config: LoraConfig, shape: BaseModelShape, root: str) -> None:
