@@ -57,7 +57,7 @@ class LocalStack:
         for engine in self.engines:
             await engine.start()
         settings = GatewaySettings(
-            redis_url=self.redis_url, store=self.store, resume_timeout_s=self.resume_timeout_s, port=0
+            redis_url=self.redis_url, store=str(self.store), resume_timeout_s=self.resume_timeout_s, port=0
         )  # type: ignore[call-arg]
         self.app = create_app(settings)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -84,13 +84,13 @@ class LocalStack:
 
         return self.call(add())
 
-    def add_adapter(self, tenant: str, name: str, digest: bytes) -> None:
-        """Registers a version, without its files: fake engines need none."""
+    def add_adapter(self, tenant: str, name: str, digest: bytes, **more: Any) -> None:
+        """Registers a version, without its files: fake engines need none. `more`: of its summary."""
 
         async def add() -> None:
             async with Redis.from_url(self.redis_url) as redis:
                 await Registry(redis).add_version(
-                    tenant, name, AdapterSummary(digest, 8, 4, 1000, None, ("q_proj",))
+                    tenant, name, AdapterSummary(digest, 8, 4, 1000, None, ("q_proj",), **more)
                 )
 
         self.call(add())
