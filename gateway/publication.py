@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -64,9 +65,10 @@ async def publish_folder(
     what is left of them.
     """
     offered = dict(staging.hashes)
-    tokenizer = await take_own_tokenizer(staging.path, services.tokenizers.files(info.digest))
-    summary = await _validate(staging.path, shape_of(info), options, tokenizer)
-    await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
+    async with _writing_back(staging.path):
+        tokenizer = await take_own_tokenizer(staging.path, services.tokenizers.files(info.digest))
+        summary = await _validate(staging.path, shape_of(info), options, tokenizer)
+        await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
     version = await lifecycle.publish(
         services.registry,
         services.store,
@@ -134,6 +136,28 @@ async def store_faults() -> AsyncIterator[None]:
         logger.error("an upload failed at the store: %s", error)
         message = "The server cannot store an upload at the moment. Try again later, or tell your operator."
         raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
+
+
+@asynccontextmanager
+async def _writing_back(folder: Path) -> AsyncIterator[None]:
+    """Has the files reach the disk while they are checked, which keeps only the processor busy.
+
+    Raises OSError when they cannot.
+    """
+    writing = asyncio.create_task(anyio.to_thread.run_sync(_write_back, list(folder.iterdir())))
+    try:
+        yield
+    finally:
+        await asyncio.wait([writing])
+        fault = writing.exception()
+    if fault is not None:
+        raise fault
+
+
+def _write_back(files: list[Path]) -> None:
+    for file in files:
+        with suppress(FileNotFoundError), file.open("rb") as opened:  # a tokenizer's may be removed meanwhile
+            os.fsync(opened.fileno())
 
 
 async def _validate(

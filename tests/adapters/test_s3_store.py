@@ -14,7 +14,7 @@ from obstore.store import S3Store as Bucket
 from adapters import s3_store
 from adapters.blob_store import StoreUnavailable, open_store, read_file
 from adapters.s3_store import CorruptBlob, S3Store
-from tests.adapters.s3_server import BUCKET, S3Server
+from tests.s3_server import BUCKET, S3Server
 
 DIGEST = hashlib.sha256(b"one").digest()
 SIZE = 5 * 2**20 + 17

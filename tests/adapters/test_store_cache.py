@@ -15,7 +15,7 @@ import pytest
 from adapters.blob_store import BlobNotFound, StoreUnavailable, open_reader, open_store
 from adapters.folder_store import FolderStore
 from adapters.store_cache import StoreCache
-from tests.adapters.s3_server import BUCKET, S3Server
+from tests.s3_server import BUCKET, S3Server
 
 SIZE = 1000
 

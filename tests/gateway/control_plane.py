@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
+from adapters.blob_store import open_store
 from adapters.collector import collect
-from adapters.folder_store import FolderStore
 from adapters.registry import Registry
 from gateway.api import adapter_aliases, adapter_base, adapter_contents, adapter_grants, pulls, uploads
 from gateway.api import adapters as adapters_api
@@ -117,9 +117,11 @@ class ControlPlane:
 async def control_plane(
     valkey_url: str, folder: Path, *, hub: Hub | None = None, **settings: Any
 ) -> AsyncIterator[ControlPlane]:
-    """Serves the admin and the adapters API on a free port."""
+    """Serves the admin and the adapters API on a free port; the store is a folder unless told otherwise."""
     config = GatewaySettings(
-        redis_url=valkey_url, store=str(folder / "store"), operator_key=SecretStr(OPERATOR_KEY), **settings
+        redis_url=valkey_url,
+        operator_key=SecretStr(OPERATOR_KEY),
+        **{"store": str(folder / "store"), "store_cache": folder / "cache", **settings},
     )
     engines = Engines()
     async with connect(valkey_url) as redis:
@@ -156,7 +158,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         cache_s=config.auth_cache_s,
         grace_s=config.auth_grace_s,
     )
-    store = FolderStore(Path(config.store))
+    store = open_store(config.store, config.store_cache)
     # Only what these two APIs use: they must not come to need the rest.
     used = SimpleNamespace(
         settings=config,

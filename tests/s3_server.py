@@ -32,6 +32,16 @@ class S3Server:
         self._guard = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What an operator would set to reach the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+        }
+
     def reset(self) -> None:
         """Forgets everything, and makes the bucket anew."""
         self.cut_after, self.is_away = None, False
@@ -88,13 +98,3 @@ def s3_server() -> Iterator[S3Server]:
         yield server
     finally:
         server.stop()
-
-
-def aws_variables(server: S3Server) -> dict[str, str]:
-    """What an operator would set to reach the server."""
-    return {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-    }
