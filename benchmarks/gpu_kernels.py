@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.functional import linear as dense_linear
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import gpu_checks
 from benchmarks.gpu_cases import (
@@ -24,6 +26,7 @@ from benchmarks.gpu_cases import (
     HIDDEN,
     INTERMEDIATE,
     NUM_HEADS,
+    NUM_KV_HEADS,
     NUM_LAYERS,
     VOCAB,
     LoraCase,
@@ -36,9 +39,11 @@ from benchmarks.gpu_timing import copy_bandwidth, time_ms
 from kernels.gpu import lora
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.kv_write import rope_write_kv
+from kernels.gpu.lora_gated import silu_mul_add_lora
 from kernels.gpu.norm import rms_norm
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
+from kernels.linear import linear, pack_weight
 from kernels.plans import LoraPool
 
 MIXED = [8, 16, 32, 64] * 8
@@ -64,8 +69,11 @@ TARGETS = {
 """Alone, and beside the base products."""
 
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class BaseProducts:
-    """The dense products of a step, through cuBLAS."""
+    """The dense products of a step."""
 
     def __init__(self) -> None:
         def weight(size: int, out: int) -> torch.Tensor:
@@ -76,47 +84,43 @@ class BaseProducts:
             for _ in range(NUM_LAYERS)
         ]
         self.head = weight(HIDDEN, VOCAB)
-        self.side = torch.cuda.Stream()
 
-    def run(self, case: LoraCase) -> None:
+    def run(self, case: LoraCase, product: Product) -> None:
         for weights in self.layers:
             for group, weight in weights.items():
-                torch.mm(case.x[group], weight.t(), out=case.y[group])
-        torch.mm(case.x["o"], self.head.t())
+                product(case.x[group], weight)
+        product(case.x["o"], self.head)
 
-    def run_serial(self, case: LoraCase) -> None:
+    @staticmethod
+    def _multiply(product: Product, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return product(x, weight)
+
+    def run_after(self, case: LoraCase, product: Product) -> None:
+        """The base product, then LoRA on top."""
         plan = lora.prepare(case.plan, case.num_tokens)
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
-                x, y, pool = case.x[group], case.y[group], pools[group]
-                shrunk = lora.lora_shrink(x, pool, plan)
-                torch.mm(x, weight.t(), out=y)
-                lora.lora_expand(shrunk, y, pool, plan)
-        torch.mm(case.x["o"], self.head.t())
+                x = case.x[group]
+                lora.apply_lora(x, product(x, weight), pools[group], plan)
+        product(case.x["o"], self.head)
 
-    def run_after(self, case: LoraCase) -> None:
-        """As the model does: the base product, then LoRA on top."""
+    def run_beside(self, case: LoraCase, product: Product) -> None:
+        """As the model does: shrink beside the base product, then expand."""
         plan = lora.prepare(case.plan, case.num_tokens)
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
-                torch.mm(case.x[group], weight.t(), out=case.y[group])
-                lora.apply_lora(case.x[group], case.y[group], pools[group], plan)
-        torch.mm(case.x["o"], self.head.t())
+                multiply = partial(self._multiply, product, weight)
+                lora.add_lora(multiply, case.x[group], pools[group], plan)
+        product(case.x["o"], self.head)
 
-    def run_forked(self, case: LoraCase) -> None:
-        """Shrink on a second stream, under the base product."""
-        plan = lora.prepare(case.plan, case.num_tokens)
-        main = torch.cuda.current_stream()
-        for weights, pools in zip(self.layers, case.pools, strict=True):
-            for group, weight in weights.items():
-                x, y, pool = case.x[group], case.y[group], pools[group]
-                self.side.wait_stream(main)
-                with torch.cuda.stream(self.side):
-                    shrunk = lora.lora_shrink(x, pool, plan)
-                torch.mm(x, weight.t(), out=y)
-                main.wait_stream(self.side)
-                lora.lora_expand(shrunk, y, pool, plan)
-        torch.mm(case.x["o"], self.head.t())
+
+def cublas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return dense_linear(x, weight)
+
+
+def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The model's product: of this project for few rows, cuBLAS's for more."""
+    return linear(x, pack_weight(weight))
 
 
 def attempt(work: Callable[[], object], case: LoraCase) -> float:
@@ -129,23 +133,48 @@ def attempt(work: Callable[[], object], case: LoraCase) -> float:
 
 
 def lora_tables(pools: list[dict[str, LoraPool]], bandwidth: float, report: dict) -> None:
+    """``cublas`` and ``ours`` are the base products; the others what LoRA adds to them."""
     base = BaseProducts()
-    names = ("floor", "alone", "reach", "base", "serial", "after", "forked", "reach")
+    names = ("floor", "alone", "reach", "cublas", "after", "beside", "reach", "ours", "beside")
     print(f"{'adapters, rows':28}" + "".join(f"{name:>8}" for name in names))
     for name, (ranks, num_rows) in LORA_CASES.items():
         case = lora_case(pools, ranks, num_rows)
         floor = case.adapter_bytes / bandwidth / 1e9
         alone = attempt(case.run, case)
-        dense = attempt(partial(base.run, case), case)
-        beside = {
-            "serial": attempt(partial(base.run_serial, case), case) - dense,
-            "after": attempt(partial(base.run_after, case), case) - dense,
-            "forked": attempt(partial(base.run_forked, case), case) - dense,
-        }
         reach = TARGETS.get(name, (float("nan"),) * 2)
-        report["lora"][name] = dict(floor=floor, alone=alone, base=dense, **beside)
-        figures = (floor, alone, reach[0], dense, *beside.values(), reach[1])
+        dense = attempt(partial(base.run, case, cublas), case)
+        after = attempt(partial(base.run_after, case, cublas), case) - dense
+        beside = attempt(partial(base.run_beside, case, cublas), case) - dense
+        own = attempt(partial(base.run, case, ours), case)
+        own_beside = attempt(partial(base.run_beside, case, ours), case) - own
+        report["lora"][name] = dict(
+            floor=floor,
+            alone=alone,
+            cublas=dense,
+            after=after,
+            beside=beside,
+            ours=own,
+            beside_ours=own_beside,
+        )
+        figures = (floor, alone, reach[0], dense, after, beside, reach[1], own, own_beside)
         print(f"{name:28}" + "".join(f"{ms:8.2f}" for ms in figures), flush=True)
+
+
+def prefill_attention_table(report: dict) -> None:
+    """One layer; beside it torch's scaled_dot_product_attention on contiguous keys."""
+    print(f"{'prefill attention, 1 layer':28} {'ms':>6} {'SDPA':>6}")
+    for batch, length in [(64, 128), (16, 512), (4, 2048), (1, 8192)]:
+        plan, num_blocks = attention_plan([length] * batch, [length] * batch)
+        keys, values = kv_caches(num_blocks, 1)[0]
+        qkv = torch.randn(batch * length, 6144, dtype=torch.bfloat16, device="cuda")
+        ms = time_ms(
+            partial(paged_attention, qkv, keys, values, plan, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5)
+        )
+        q = torch.randn(batch, NUM_HEADS, length, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        k, v = torch.randn(2, batch, NUM_KV_HEADS, length, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        sdpa = time_ms(partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True))
+        report["prefill_attention"][f"{batch} x {length}"] = dict(ms=ms, sdpa=sdpa)
+        print(f"{batch:5} x {length:<20} {ms:6.3f} {sdpa:6.3f}", flush=True)
 
 
 def attention_table(bandwidth: float, report: dict) -> None:
@@ -209,16 +238,25 @@ def small_works(rows: int) -> dict[str, Callable[[], object]]:
 
 
 def prefill_table(pools: list[dict[str, LoraPool]], report: dict) -> None:
-    print("prefill of 8192 tokens, one layer: base products, LoRA of 1, 8, 64 adapters (ms)")
+    print("8192 tokens, one layer, ms: base products; SiLU·mul; LoRA of 1, 8, 64 adapters, SiLU·mul in it")
     x = {g: torch.randn(8192, size, dtype=torch.bfloat16, device="cuda") for g, (size, _) in GROUPS.items()}
     weights = {g: torch.randn(sum(o), i, dtype=torch.bfloat16, device="cuda") for g, (i, o) in GROUPS.items()}
     dense = time_ms(lambda: [torch.mm(x[g], weights[g].t()) for g in GROUPS], repeats=10)
+    gate_up = torch.randn(8192, 2 * INTERMEDIATE, dtype=torch.bfloat16, device="cuda")
+    silu = time_ms(lambda: silu_mul(gate_up), repeats=10)
     rows = {}
     for count in (1, 8, 64):
         case = lora_case(pools[:1], [16] * count, 8192)
-        rows[count] = time_ms(case.run, case.turn, repeats=10)
-    report["prefill_lora"] = dict(base=dense, **{str(k): v for k, v in rows.items()})
-    print(f"  {dense:.3f} | " + " ".join(f"{ms:.3f}" for ms in rows.values()), flush=True)
+
+        def work(case: LoraCase = case) -> None:
+            plan = lora.prepare(case.plan, case.num_tokens)
+            for group in ("qkv", "o", "down"):
+                lora.apply_lora(case.x[group], case.y[group], pools[0][group], plan)
+            silu_mul_add_lora(lambda _: case.y["gate_up"], case.x["gate_up"], pools[0]["gate_up"], plan)
+
+        rows[count] = time_ms(work, case.turn, repeats=10)
+    report["prefill_lora"] = dict(base=dense, silu=silu, **{str(k): v for k, v in rows.items()})
+    print(f"  {dense:.3f} | {silu:.3f} | " + " ".join(f"{ms:.3f}" for ms in rows.values()), flush=True)
 
 
 def main() -> None:
@@ -230,7 +268,8 @@ def main() -> None:
     options = parser.parse_args()
     started = time.perf_counter()
     torch.manual_seed(int(time.time()))
-    report: dict = {"device": torch.cuda.get_device_name(), "lora": {}, "decode_attention": {}, "small": {}}
+    tables = ("lora", "decode_attention", "prefill_attention", "small")
+    report: dict = {"device": torch.cuda.get_device_name(), **{name: {} for name in tables}}
     report["errors"] = gpu_checks.run()
     report["copy_tb_s"] = bandwidth = copy_bandwidth()
     print(f"{report['device']}: copy {bandwidth:.2f} TB/s", flush=True)
@@ -238,7 +277,7 @@ def main() -> None:
     parts = {
         "lora": lambda: lora_tables(pools, bandwidth, report),
         "prefill": lambda: prefill_table(pools, report),
-        "attention": lambda: attention_table(bandwidth, report),
+        "attention": lambda: (attention_table(bandwidth, report), prefill_attention_table(report)),
         "small": lambda: small_table(report),
     }
     for name, part in parts.items():

@@ -189,11 +189,11 @@ def sweep_prefill(report: dict) -> None:
         plan, num_blocks = attention_plan(queries, contexts)
         qkv = torch.randn(sum(queries), 6144, dtype=torch.bfloat16, device="cuda")
         made[name] = (qkv, plan, kv_caches(num_blocks, 1)[0])
-    for block_m, block_n, warps, stages in [
-        (128, 32, 4, 2), (128, 32, 4, 3), (128, 32, 4, 4), (128, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
-        (128, 32, 8, 3), (128, 16, 4, 4),
+    for block_m, block_n, warps, stages, registers in [
+        (128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 64, 8, 3, None), (128, 32, 8, 3, 128),
+        (128, 32, 4, 3, None), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168), (128, 128, 8, 2, None),
     ]:  # fmt: skip
-        config = PrefillConfig(block_m, block_n, warps, stages)
+        config = PrefillConfig(block_m, block_n, warps, stages, registers)
 
         def work(
             qkv: torch.Tensor, plan: AttentionPlan, cache: torch.Tensor, config: PrefillConfig = config

@@ -31,8 +31,8 @@ def _attend(
 ):
     """Online softmax of q [rows, BLOCK_D] over keys ``start`` to ``end``; row i sees those below visible[i].
 
-    ``scale`` is positive, for powers of two. ``maximum``, ``total`` and ``acc`` are what earlier keys left,
-    and come back with these added. ALL_VISIBLE: every row sees all of them, a multiple of BLOCK_N.
+    ``scale`` is positive, for powers of two. ``maximum``, ``total`` and ``acc`` are what earlier keys
+    left; they are returned with these added. ALL_VISIBLE: every row sees all of them, a multiple of BLOCK_N.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)

@@ -40,7 +40,7 @@ class ShrinkConfig:
     block_k: int
     max_splits: int
     many_block_k: int = 64
-    fill: int = 264
+    fill: int = 528
     num_warps: int = 4
     num_stages: int = 3
     per_processor: int = 4
@@ -220,13 +220,13 @@ def shrink_config(columns: int, size: int, max_rows: int) -> ShrinkConfig:
     """The choice for ``columns`` (16 times the projections) of length ``size``, and room for ``max_rows``."""
     max_splits = 16 if max_rows <= 512 else 4
     if columns == 16:
-        return ShrinkConfig(256, max_splits, 128, fill=264, num_stages=2 if size <= 8192 else 3)
-    return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, fill=528, num_stages=2)
+        return ShrinkConfig(256, max_splits, 128, num_stages=2 if size <= 8192 else 3)
+    return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, num_stages=2)
 
 
 def expand_config(out: int) -> ExpandConfig:
     """The choice for ``out`` columns in all."""
-    return ExpandConfig(256, fill=528) if out >= 16384 else ExpandConfig(128, fill=264)
+    return ExpandConfig(128, fill=528 if out >= 16384 else 264)
 
 
 def _tiles_of(plan: LoraPlan) -> LoraTiles:

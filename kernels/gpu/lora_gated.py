@@ -36,7 +36,7 @@ class GatedConfig:
     num_warps: int = 4
     num_stages: int = 2
     per_processor: int = 4
-    max_registers: int | None = 128
+    max_registers: int | None = None
 
 
 def silu_mul_add_lora(
