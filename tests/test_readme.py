@@ -66,7 +66,9 @@ def test_commands_and_their_flags_exist(line: str, arguments: list[str]) -> None
     command, rest = resolve(arguments)
     # `loraplex engine` passes everything on, `loraplex up` what follows "--".
     split = 0 if command.name == "engine" else rest.index("--") if "--" in rest else len(rest)
-    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    known = {"--help"}
+    for parameter in command.params:
+        known.update(parameter.opts, parameter.secondary_opts)
     assert flags(rest[:split]) <= known, line
     assert flags(rest[split:]) <= {"--" + name.replace("_", "-") for name in EngineSettings.model_fields}, (
         line
