@@ -162,10 +162,10 @@ class EngineFleet:
         links = leased or [link for link in ready if link.engine_id not in self._lease_of]
         if not links:
             return None
-        digest_hex = submit.adapter_digest.hex()
-        candidates = [self._candidate(link, digest_hex) for link in links]
-        # What comes before an activated adapter is the base model's, for all such adapters alike.
+        # What comes before an activated adapter is the base model's, for all such adapters alike: to find it
+        # computed saves more than to find the adapter in memory.
         adapter = b"" if submit.adapter_start else submit.adapter_digest
+        candidates = [self._candidate(link, adapter.hex()) for link in links]
         key = routing.affinity_key(adapter, submit.cache_scope, submit.prompt_tokens)
         return self._links[routing.choose(key, candidates)]
 

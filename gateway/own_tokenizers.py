@@ -24,6 +24,8 @@ from gateway.tokenizer_effect import EFFECT_FILE, MAX_EFFECT_BYTES, TokenizerEff
 logger = logging.getLogger(__name__)
 
 _JUDGE_TIMEOUT_S = 60.0
+_MAX_JUDGES = 2
+"""Uploads that are judged at once: each may take gigabytes."""
 _MAX_ANSWER_BYTES = 4 * MAX_EFFECT_BYTES
 _MAX_LOADED = 32
 
@@ -36,6 +38,7 @@ class OwnTokenizers:
         self._tokenizers = tokenizers
         self._read = read
         self._loaded: OrderedDict[tuple[bytes, str], asyncio.Task[ModelTokenizer]] = OrderedDict()
+        self._judges = asyncio.Semaphore(_MAX_JUDGES)
 
     async def of(self, model: ResolvedModel) -> ModelTokenizer:
         """Returns the tokenizer for requests to a model: the base model's, unless the adapter has its own.
@@ -46,6 +49,31 @@ class OwnTokenizers:
         if adapter is None or not adapter.tokenizer:
             return base
         return await self._own(model.info.digest, base, adapter.tokenizer, adapter.digest)
+
+    async def take(self, folder: Path, model_digest: bytes) -> str:
+        """Judges the tokenizer files of an upload in `folder`, and returns the tokenizer's identity.
+
+        What they change of the base model's is written beside them. Where that is nothing, or there are none,
+        they are removed, and the identity is "". Raises ApiError 400 that names the file at fault.
+        """
+        present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+        if not present:
+            return ""
+        with tempfile.TemporaryDirectory(prefix="loraplex-tokenizer-") as base_folder:
+            base = self._tokenizers.files(model_digest)
+            await anyio.to_thread.run_sync(_write_all, Path(base_folder), base)
+            async with self._judges:
+                answer = await _judged(folder, Path(base_folder))
+        if "fault" in answer:
+            name = str(answer["file"])
+            raise _refused(f"The file '{name}' {answer['fault']}", name)
+        if answer["effect"] is None:
+            for name in present:
+                (folder / name).unlink()
+            return ""
+        effect = str(answer["effect"]).encode()
+        (folder / EFFECT_FILE).write_bytes(effect)
+        return identity_of(effect)
 
     async def _own(
         self, model_digest: bytes, base: ModelTokenizer, identity: str, digest: bytes
@@ -75,31 +103,6 @@ class OwnTokenizers:
         return base.extended(TokenizerEffect.from_bytes(data))
 
 
-async def take_own_tokenizer(folder: Path, base: TokenizerFiles) -> str:
-    """Judges the tokenizer files of an upload in `folder`, and returns the tokenizer's identity.
-
-    Where they change something of the base model's, whose files are `base`, what they change is written
-    beside them. Where they do not, or there are none, they are removed, and the identity is "". Raises
-    ApiError 400 that names the file at fault.
-    """
-    present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
-    if not present:
-        return ""
-    with tempfile.TemporaryDirectory(prefix="loraplex-tokenizer-") as base_folder:
-        await anyio.to_thread.run_sync(_write_all, Path(base_folder), base)
-        answer = await _judged(folder, Path(base_folder))
-    if "fault" in answer:
-        name = str(answer["file"])
-        raise _refused(f"The file '{name}' {answer['fault']}", name)
-    if answer["effect"] is None:
-        for name in present:
-            (folder / name).unlink()
-        return ""
-    effect = str(answer["effect"]).encode()
-    (folder / EFFECT_FILE).write_bytes(effect)
-    return identity_of(effect)
-
-
 async def check_own_tokenizer(folder: Path, vocab_size: int) -> None:
     """Raises ApiError 400 when the tokenizer that was taken in `folder`, if one was, has tokens that the
     adapter has no weights for: `vocab_size` counts the base model's and those that it adds.
@@ -107,7 +110,7 @@ async def check_own_tokenizer(folder: Path, vocab_size: int) -> None:
     path = folder / EFFECT_FILE
     if not path.exists():
         return
-    effect = TokenizerEffect.from_bytes(await anyio.to_thread.run_sync(path.read_bytes))
+    effect = await anyio.to_thread.run_sync(lambda: TokenizerEffect.from_bytes(path.read_bytes()))
     beyond = [token for token in effect.added_tokens if token["id"] >= vocab_size]
     if beyond:
         text, number = beyond[0]["content"], beyond[0]["id"]

@@ -22,7 +22,7 @@ from gateway.auth import Principal
 from gateway.base_shape import shape_of
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.known_uploads import KnownUploads
-from gateway.own_tokenizers import check_own_tokenizer, take_own_tokenizer
+from gateway.own_tokenizers import check_own_tokenizer
 from gateway.services import Services
 from gateway.upload_sessions import UploadOptions
 from gateway.upload_transfers import upload_not_found
@@ -66,7 +66,7 @@ async def publish_folder(
     """
     offered = dict(staging.hashes)
     async with _writing_back(staging.path):
-        tokenizer = await take_own_tokenizer(staging.path, services.tokenizers.files(info.digest))
+        tokenizer = await services.own_tokenizers.take(staging.path, info.digest)
         summary = await _validate(staging.path, shape_of(info), options, tokenizer)
         await check_own_tokenizer(staging.path, max(info.vocab_size, summary.vocab_size))
     version = await lifecycle.publish(

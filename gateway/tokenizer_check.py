@@ -180,7 +180,7 @@ def _check_shared(document: Mapping[str, Any], base_document: Mapping[str, Any])
 
 def _check_numbers(written: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Raises Unfit for an added token that does not get the number that the file gives it."""
-    for token in written["added_tokens"]:
+    for token in written.get("added_tokens", []):
         text, number = token["content"], token["id"]
         if tokenizer.token_to_id(text) != number:
             raise Unfit(

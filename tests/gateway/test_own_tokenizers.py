@@ -13,13 +13,16 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from adapters.registry import AdapterVersion
 from engine.model.gguf import GgufFile
 from engine.model.gguf_tokenizer import tokenizer_files
 from gateway.errors import ApiError
-from gateway.own_tokenizers import check_own_tokenizer, take_own_tokenizer
-from gateway.tokenizer import ModelTokenizer
+from gateway.own_tokenizers import OwnTokenizers, check_own_tokenizer
+from gateway.resolve import ResolvedModel
+from gateway.tokenizer import ModelTokenizer, Tokenizers
 from gateway.tokenizer_check import Unfit, judge
 from gateway.tokenizer_effect import EFFECT_FILE, TokenizerEffect, identity_of
+from protos.engine_pb2 import ModelInfo
 from tests.model_zoo import smollm2_path
 
 Files = dict[str, bytes]
@@ -53,6 +56,21 @@ def base() -> Files:
 @pytest.fixture(scope="module")
 def base_folder(base: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(base, tmp_path_factory.mktemp("base"))
+
+
+MODEL, ADAPTER = b"m" * 32, b"a" * 32
+
+
+@pytest.fixture
+async def tokenizers(base: Files, tmp_path: Path) -> OwnTokenizers:
+    """Reads every blob's files from one folder, `own`."""
+    of_models = Tokenizers()
+
+    async def fetch() -> Files:
+        return base
+
+    await of_models.load(MODEL, fetch)
+    return OwnTokenizers(of_models, lambda digest, name: (tmp_path / "own" / name).read_bytes())
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> Path:
@@ -259,22 +277,24 @@ def test_what_is_not_served_exactly_is_refused_by_name(base: Files, kind: str) -
 
 
 async def test_what_counts_lies_beside_the_files_and_what_does_not_is_removed(
-    base: Files, tmp_path: Path
+    base: Files, tokenizers: OwnTokenizers, tmp_path: Path
 ) -> None:
     folder = write({"chat_template.jinja": TEMPLATE.encode(), "adapter_config.json": b"{}"}, tmp_path / "own")
-    identity = await take_own_tokenizer(folder, base)
+    identity = await tokenizers.take(folder, MODEL)
     data = (folder / EFFECT_FILE).read_bytes()
     assert identity == identity_of(data)
     assert TokenizerEffect.from_bytes(data).chat_template == TEMPLATE
     same = write({**base, "adapter_config.json": b"{}"}, tmp_path / "same")
-    assert await take_own_tokenizer(same, base) == ""
+    assert await tokenizers.take(same, MODEL) == ""
     assert [path.name for path in same.iterdir()] == ["adapter_config.json"]
     await check_own_tokenizer(same, 10)
 
 
-async def test_a_token_without_weights_is_refused(base: Files, tmp_path: Path) -> None:
+async def test_a_token_without_weights_is_refused(
+    base: Files, tokenizers: OwnTokenizers, tmp_path: Path
+) -> None:
     folder = write(changed(base, extra_token()), tmp_path / "own")
-    await take_own_tokenizer(folder, base)
+    await tokenizers.take(folder, MODEL)
     await check_own_tokenizer(folder, 49153)
     with pytest.raises(
         ApiError, match="'<x>' as number 49152, but the adapter and its base model have 49152"
@@ -291,7 +311,7 @@ async def test_a_token_without_weights_is_refused(base: Files, tmp_path: Path) -
     ids=["nested", "cut off"],
 )
 async def test_files_that_would_exhaust_the_gateway_exhaust_a_process_of_their_own(
-    base: Files, tmp_path: Path, files: Files
+    tokenizers: OwnTokenizers, tmp_path: Path, files: Files
 ) -> None:
     folder = write(files, tmp_path / "own")
     ticks = 0
@@ -304,9 +324,41 @@ async def test_files_that_would_exhaust_the_gateway_exhaust_a_process_of_their_o
 
     ticking, began = asyncio.create_task(tick()), time.monotonic()
     with pytest.raises(ApiError) as caught:
-        await take_own_tokenizer(folder, base)
+        await tokenizers.take(folder, MODEL)
     took_s = time.monotonic() - began
     ticking.cancel()
     assert caught.value.status == 400 and caught.value.code == "invalid_adapter"
     assert took_s < 30
     assert ticks > 30 * took_s, "the event loop stood still meanwhile"
+
+
+async def test_a_tokenizer_is_loaded_once_for_all_that_have_it(
+    base: Files, tokenizers: OwnTokenizers, tmp_path: Path
+) -> None:
+    folder = write({"chat_template.jinja": TEMPLATE.encode()}, tmp_path / "own")
+    model = resolved(await tokenizers.take(folder, MODEL))
+    first, second = await asyncio.gather(tokenizers.of(model), tokenizers.of(model))
+    assert first is second and first.template_source == TEMPLATE
+    plain = await tokenizers.of(resolved(""))
+    assert plain.template_source != TEMPLATE and plain is await tokenizers.of(ResolvedModel("m", model.info))
+
+
+async def test_one_that_cannot_be_read_is_tried_again(tokenizers: OwnTokenizers, tmp_path: Path) -> None:
+    folder = write({"chat_template.jinja": TEMPLATE.encode()}, tmp_path / "own")
+    model = resolved(await tokenizers.take(folder, MODEL))
+    published = (folder / EFFECT_FILE).read_bytes()
+    for damage in (None, published[:-1], published.replace(b"ASSISTANT", b"assistant")):
+        if damage is None:
+            (folder / EFFECT_FILE).unlink()
+        else:
+            (folder / EFFECT_FILE).write_bytes(damage)
+        with pytest.raises(ApiError) as caught:
+            await tokenizers.of(model)
+        assert (caught.value.status, caught.value.code) == (503, "store_unavailable")
+    (folder / EFFECT_FILE).write_bytes(published)
+    assert (await tokenizers.of(model)).template_source == TEMPLATE
+
+
+def resolved(tokenizer: str) -> ResolvedModel:
+    version = AdapterVersion("acme", "it", 1, ADAPTER, 8, 1, (), None, 0, tokenizer=tokenizer)
+    return ResolvedModel("it@1", ModelInfo(digest=MODEL), version)
