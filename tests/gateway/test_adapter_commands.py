@@ -190,6 +190,8 @@ async def test_a_download_is_what_was_uploaded(shell: Shell) -> None:
     assert (again.exit_code, "not an empty folder" in again.err) == (2, True)
     (shell.folder / "empty").mkdir()
     assert (await shell("download", "sql", "empty")).exit_code == 0
+    (shell.folder / "file").write_text("")
+    await fails(shell, "download", "sql", "file/sql", exit_code=1, err="Cannot write to file/sql: ")
     await fails(shell, "download", "sql@9", "none", exit_code=5, err="There is no adapter 'sql@9'.")
 
 
