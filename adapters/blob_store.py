@@ -14,9 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from adapters.identity import DIGEST_BYTES
+
+if TYPE_CHECKING:
+    from adapters.s3_store import S3Store
 
 MANIFEST_FILE = "manifest.json"
 PIECE_BYTES = 1024 * 1024
@@ -180,9 +183,7 @@ def open_store(location: str, scratch: Path) -> BlobStore:
     Raises ValueError for a URL that is none, OSError where a folder cannot be made.
     """
     if is_remote(location):
-        from adapters.s3_store import S3Store  # here, since who has a folder needs no S3 client
-
-        return S3Store.from_url(location, scratch)
+        return _open_bucket(location, scratch)
     from adapters.folder_store import FolderStore
 
     return FolderStore(Path(location))
@@ -194,13 +195,22 @@ def open_reader(location: str, cache: Path, cache_bytes: int) -> BlobReader:
     Raises what `open_store` raises, and OSError when another process has the cache.
     """
     if is_remote(location):
-        from adapters.s3_store import S3Store
         from adapters.store_cache import StoreCache
 
-        return StoreCache(S3Store.from_url(location, cache), cache, cache_bytes)
+        return StoreCache(_open_bucket(location, cache), cache, cache_bytes)
     from adapters.folder_store import FolderStore
 
     return FolderStore(Path(location))
+
+
+def _open_bucket(location: str, scratch: Path) -> S3Store:
+    try:
+        from adapters.s3_store import S3Store  # here, since who has a folder needs no S3 client
+    except ImportError as error:
+        raise StoreUnavailable(
+            "An s3:// store needs the package obstore; install it with: pip install 'loraplex[s3]'"
+        ) from error
+    return S3Store.from_url(location, scratch)
 
 
 def check_location(location: str) -> str:

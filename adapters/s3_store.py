@@ -77,13 +77,14 @@ class S3Store:
     def from_url(cls, url: str, scratch: Path) -> S3Store:
         """The store at ``s3://bucket/prefix``. Does not connect."""
         name, _, prefix = url.removeprefix("s3://").partition("/")
-        bucket = Bucket(
-            name,
-            prefix=prefix.strip("/") or None,
-            # Whether HTTP is right is the endpoint's question, and the operator has answered it.
-            client_options={"allow_http": True, "timeout": timedelta(seconds=_REQUEST_S)},
-            retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=_RETRY_S)},
-        )
+        with _clear_faults():
+            bucket = Bucket(
+                name,
+                prefix=prefix.strip("/") or None,
+                # Whether HTTP is right is the endpoint's question, and the operator has answered it.
+                client_options={"allow_http": True, "timeout": timedelta(seconds=_REQUEST_S)},
+                retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=_RETRY_S)},
+            )
         return cls(bucket, scratch)
 
     def stage(self, files: Path | None = None) -> S3Staging:

@@ -46,14 +46,17 @@ class KnownUploads:
         if found is None:
             return None
         values = json.loads(found)
-        return AdapterSummary(
-            **{
-                **values,
-                "digest": bytes.fromhex(values["digest"]),
-                "target_modules": tuple(values["target_modules"]),
-                "invocation_tokens": tuple(values["invocation_tokens"]),
-            }
-        )
+        try:
+            return AdapterSummary(
+                **{
+                    **values,
+                    "digest": bytes.fromhex(values["digest"]),
+                    "target_modules": tuple(values["target_modules"]),
+                    "invocation_tokens": tuple(values["invocation_tokens"]),
+                }
+            )
+        except (KeyError, TypeError):  # of another release of this program
+            return None
 
     def _key(self, tenant: str, hashes: Mapping[str, str], allow_zero: bool) -> str:
         parts = [self._model, allow_zero, sorted(hashes.items())]

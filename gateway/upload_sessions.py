@@ -78,6 +78,13 @@ class UploadSession:
         except FileNotFoundError:
             return 0
 
+    def take_back(self, folder: Path) -> None:
+        """Makes `folder`, into which the files had moved, the session's again."""
+        for file in folder.iterdir():
+            if self.file(file.name) is None:  # made while they were checked
+                file.unlink()
+        folder.rename(self.folder)
+
     def touch(self) -> None:
         """Notes that the client is there. The session may be gone."""
         with suppress(FileNotFoundError):
@@ -137,9 +144,10 @@ class UploadSessions:
         expired = [folder for folder, at in _by_age(self._scratch.glob("*/*")) if at < time.time() - KEPT_S]
         for folder in expired:
             self._remove(folder)
-        for tenant in self._scratch.iterdir():
-            with suppress(OSError):  # not empty
-                tenant.rmdir()
+        for tenant, touched_at in _by_age(self._scratch.iterdir()):
+            if touched_at < time.time() - KEPT_S:
+                with suppress(OSError):  # not empty
+                    tenant.rmdir()
         return len(expired)
 
     def _make_room(self, tenant: str) -> None:

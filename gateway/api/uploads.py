@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect
 
 from adapters.adapter_files import check_complete, is_adapter_file, is_weights, size_limit
@@ -121,21 +123,28 @@ async def append_to_upload(
 async def complete_upload(
     upload_id: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:
-    """Makes an upload whose files are all there a new version of its name; then it has ended."""
+    """Makes an upload whose files are all there a new version of its name. Then it has ended, unless the
+    store or Redis was away: then it may be completed later.
+    """
     services: Services = request.app.state.services
     info = model_for_uploads(services)
     session = await _session(request, caller, upload_id)
     with services.upload_slots.taken(caller.tenant_id):
         async with store_faults():
             await _check_arrived(services, session)
-        try:
-            async with staged(services.store, session.folder) as staging:
-                staging.hashes.update(session.hashes)
+        async with staged(services.store, session.folder) as staging:
+            staging.hashes.update(session.hashes)
+            try:
                 version = await publish_folder(
                     services, staging, info, caller=caller, options=session.options
                 )
-        finally:
-            await _end(services, caller, session)
+            except (OSError, RedisError):
+                await asyncio.to_thread(session.take_back, staging.path)
+                raise
+            except ApiError:
+                await _end(services, caller, session)
+                raise
+        await _end(services, caller, session)
     return version_object(version)
 
 
@@ -151,7 +160,7 @@ async def give_up_upload(
     return {"id": session.id, "object": "adapter.upload.deleted", "deleted": True}
 
 
-async def _receive(request: Request, services: Services, folder: Any) -> Upload:
+async def _receive(request: Request, services: Services, folder: Path) -> Upload:
     try:
         return await receive_upload(
             request.stream(),

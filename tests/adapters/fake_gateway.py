@@ -61,6 +61,11 @@ class FakeGateway:
         def show_base() -> dict[str, Any]:
             return self.base
 
+        @app.post("/v1/adapter-pulls")
+        async def pull(request: Request) -> Response:
+            self.announced = await request.json()
+            return self.answer or JSONResponse(self._add(self.announced["name"]), 201)
+
         @app.get("/v1/adapters")
         def show_all() -> dict[str, Any]:
             return {"object": "list", "data": [self._meaning(name) for name in self.adapters]}

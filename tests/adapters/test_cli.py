@@ -234,6 +234,25 @@ def test_a_file_that_may_not_be_read(
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("hf:acme/lora", {"repo": "acme/lora"}),
+        ("hf:acme/lora@v1.0", {"repo": "acme/lora", "revision": "v1.0"}),
+    ],
+)
+def test_pulls_from_the_hub(gateway: FakeGateway, run: Run, source: str, place: dict[str, str]) -> None:
+    result = run("pull", source, "--name", "sql", "--no-promote")
+    assert (result.exit_code, result.out) == (0, "sql@1: rank 4, 123.5 kB\n")
+    assert gateway.announced == {**place, "name": "sql", "allow_zero": False, "promote": False}
+
+
+@pytest.mark.parametrize("source", ["acme/lora", "hf:lora", "hf:a/b/c", "hf:acme/lora@", "https://x/y"])
+def test_what_is_no_place_on_the_hub_is_not_asked_for(gateway: FakeGateway, run: Run, source: str) -> None:
+    result = run("pull", source, "--name", "sql")
+    assert result.exit_code == 2 and "hf:org/name" in result.err and gateway.requests == []
+
+
 def test_memory_stays_flat_while_a_large_file_streams(gateway: FakeGateway, folder: Path) -> None:
     gateway.discard = True
     size = 300 * 1024 * 1024

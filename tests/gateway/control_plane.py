@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from adapters.blob_store import open_store
+from adapters.blob_store import open_store, read_file
 from adapters.collector import collect
 from adapters.registry import Registry
 from gateway.api import adapter_aliases, adapter_base, adapter_contents, adapter_grants, pulls, uploads
@@ -29,10 +30,12 @@ from gateway.auth import Authenticator
 from gateway.errors import install_error_handling
 from gateway.hub import Hub
 from gateway.keys import Keys
+from gateway.own_tokenizers import OwnTokenizers
 from gateway.redis_client import connect
 from gateway.services import Services
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
+from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
 from gateway.upload_slots import UploadSlots
 from gateway.upload_transfers import UploadTransfers
@@ -169,7 +172,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         registry=Registry(redis),
         store=store,
         engines=engines,
-        tokenizers=SimpleNamespace(files=lambda digest: {}),
+        own_tokenizers=OwnTokenizers(Tokenizers(), partial(read_file, store)),
         hub=hub,
         upload_slots=UploadSlots(config.uploads_per_tenant),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),

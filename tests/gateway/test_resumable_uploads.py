@@ -342,10 +342,13 @@ async def test_uploads_expire(valkey_url: str, tmp_path: Path) -> None:
         acme = await plane.tenant("acme")
         upload = (await begin(plane, acme, adapter_files())).json()["id"]
         assert plane.services.upload_sessions.clean() == 0
-        os.utime(plane.store / "uploads" / "acme" / upload, (0, 0))
+        folder = plane.store / "uploads" / "acme"
+        os.utime(folder / upload, (0, 0))
         assert (await complete(plane, acme, upload)).status_code == 404
         assert plane.services.upload_sessions.clean() == 1
-        assert [path.name for path in (plane.store / "uploads").iterdir() if path.name != ".half"] == []
+        assert list(folder.iterdir()) == []
+        os.utime(folder, (0, 0))
+        assert plane.services.upload_sessions.clean() == 0 and not folder.exists()
 
 
 async def test_two_uploads_of_one_name_at_once_are_two_versions(valkey_url: str, tmp_path: Path) -> None:
