@@ -30,7 +30,7 @@ class SlowStore(FolderStore):
 
     def put_record(self, path: str, record: Mapping[str, Any]) -> None:
         with self._lock:
-            delay = self._random.uniform(0, 0.02)
+            delay = self._random.uniform(0, 0.05)
         time.sleep(delay)
         super().put_record(path, record)
 
@@ -91,10 +91,11 @@ async def test_the_last_record_is_of_the_last_state(registry: Registry, store: F
     await upload(registry, store, "sql", seed=2)
 
     async def change(number: int) -> None:
+        await asyncio.sleep(0.003 * number)
         await registry.aliases.promote("acme", "sql", 1 + number % 2)
         await lifecycle.record(registry, store, "acme", "sql")
 
-    await asyncio.gather(*map(change, range(12)))
+    await asyncio.gather(*map(change, range(16)))
     assert await is_recorded(registry, store, "sql")
     assert await registry.records.outdated() == []
 
