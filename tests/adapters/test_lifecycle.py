@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,17 +19,15 @@ from tests.adapters.files import SHAPE, tensors, write_adapter
 
 
 class SlowStore(FolderStore):
-    """Writes records after a random while, so that later ones come first."""
+    """Takes `delays` to write the next records, one each; no time for further ones."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._random = random.Random(3)
-        self._lock = threading.Lock()
+        self.delays: list[float] = []
 
     def put_record(self, path: str, record: Mapping[str, Any]) -> None:
-        with self._lock:
-            delay = self._random.uniform(0, 0.05)
-        time.sleep(delay)
+        if self.delays:
+            time.sleep(self.delays.pop(0))
         super().put_record(path, record)
 
 
@@ -41,7 +37,7 @@ def registry(redis: Redis) -> Registry:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def store(tmp_path: Path) -> SlowStore:
     return SlowStore(tmp_path / "store")
 
 
@@ -86,16 +82,18 @@ async def test_a_rename_writes_both_records(registry: Registry, store: FolderSto
     assert await is_recorded(registry, store, "old") and await is_recorded(registry, store, "new")
 
 
-async def test_the_last_record_is_of_the_last_state(registry: Registry, store: FolderStore) -> None:
+async def test_the_last_record_is_of_the_last_state(registry: Registry, store: SlowStore) -> None:
+    """Four changes, each before the record of the one before is written, and the first writes last."""
     await upload(registry, store, "sql", seed=1)
     await upload(registry, store, "sql", seed=2)
+    store.delays = [0.4, 0.3, 0.2, 0.1]
 
     async def change(number: int) -> None:
-        await asyncio.sleep(0.003 * number)
+        await asyncio.sleep(0.02 * number)
         await registry.aliases.promote("acme", "sql", 1 + number % 2)
         await lifecycle.record(registry, store, "acme", "sql")
 
-    await asyncio.gather(*map(change, range(16)))
+    await asyncio.gather(*map(change, range(4)))
     assert await is_recorded(registry, store, "sql")
     assert await registry.records.outdated() == []
 
