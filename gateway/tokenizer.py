@@ -89,8 +89,7 @@ class ModelTokenizer:
 
     def _extended_bytes(self, own: ModelTokenizer, effect: TokenizerEffect) -> list[bytes]:
         table = list(self._text_bytes)
-        for token in effect.added_tokens:
-            number = token["id"]
+        for number in {*self._special, *(token["id"] for token in effect.added_tokens)}:
             table += [b""] * (number + 1 - len(table))
             table[number] = b"" if number in own._special else own.token_bytes(number)
         return table
