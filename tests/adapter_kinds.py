@@ -31,6 +31,7 @@ class Kind:
 PLAIN = {
     "plain r1": Kind(1, LINEAR),
     "plain r8": Kind(8, ("q_proj", "v_proj", "down_proj")),
+    "plain r256": Kind(256, ("q_proj", "up_proj"), options={"use_rslora": True, "lora_alpha": 4}),
     "rslora with patterns": Kind(
         16,
         LINEAR,
@@ -73,8 +74,11 @@ ENDS = {
 KINDS = {**PLAIN, **VECTORS, **ENDS}
 
 
-def save_kind(model: PreTrainedModel, folder: Path, kind: Kind, *, seed: int) -> Path:
-    """Save an adapter of a kind, with everything that training would change visibly changed."""
+def save_kind(model: PreTrainedModel, folder: Path, kind: Kind, *, seed: int, strength: float = 1.0) -> Path:
+    """Save an adapter of a kind, with everything that training would change visibly changed.
+
+    A deep model multiplies rounding errors, and needs less ``strength`` if they are not to decide.
+    """
     torch.manual_seed(seed)
     config = LoraConfig(
         r=kind.rank,
@@ -86,7 +90,7 @@ def save_kind(model: PreTrainedModel, folder: Path, kind: Kind, *, seed: int) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of tied weights that are adapted on one end only.
         wrapped = get_peft_model(_resized(model, kind), config)
-        _train(wrapped)
+        _train(wrapped, strength)
         assert isinstance(wrapped, PeftModel)
         wrapped.save_pretrained(str(folder), save_embedding_layers=bool(kind.added_tokens))
     return folder
@@ -123,10 +127,10 @@ def _resized(model: PreTrainedModel, kind: Kind) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _train(model: torch.nn.Module) -> None:
+def _train(model: torch.nn.Module, strength: float) -> None:
     """Give visible values to what PEFT begins with zeros, or with the base's own."""
     for name, parameter in model.named_parameters():
-        noise = torch.randn_like(parameter)
+        noise = torch.randn_like(parameter) * strength
         if "lora_magnitude_vector" in name:
             parameter.mul_(1 + 0.3 * noise)
         elif "lora_embedding_B" in name:

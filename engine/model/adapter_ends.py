@@ -54,7 +54,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEnds:
-    """Both ends of one adapter, all on one device. ``vocab_size``: of the adapter, whatever the base's."""
+    """Both ends of one adapter, all on one device. ``vocab_size``: of the adapter; at least the base's."""
 
     embedding: End | None
     lm_head: End | None
@@ -135,14 +135,11 @@ class StepEnds:
             wider[:, :base_size] = logits
             logits = wider
         for part in self._parts:
-            size = part.ends.vocab_size
-            if not len(part.outputs) or (part.ends.lm_head is None and size >= base_size):
-                continue
-            rows = logits[part.outputs]
-            if part.ends.lm_head is not None:
-                rows[:, :size] = _project(part.ends.lm_head, hidden[part.outputs], rows[:, :size])
-            rows[:, size:] = float("-inf")
-            logits[part.outputs] = rows
+            end, size = part.ends.lm_head, part.ends.vocab_size
+            if end is not None and len(part.outputs):
+                rows = logits[part.outputs]
+                rows[:, :size] = _project(end, hidden[part.outputs], rows[:, :size])
+                logits[part.outputs] = rows
         return logits
 
 

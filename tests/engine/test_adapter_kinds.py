@@ -34,6 +34,9 @@ from tests.model_zoo import save_tiny_model
 from tests.oracles import Answer, assert_only_ties
 
 NUM_BLOCKS = 64
+NUM_PAGES = 20
+PAGES = (2, 5, 1, *range(6, NUM_PAGES))
+"""Room for an adapter of any kind, out of order."""
 FAMILIES: dict[str, tuple[Any, Any, bool]] = {
     "llama, tied": (LlamaForCausalLM, LlamaConfig, True),
     "llama, untied": (LlamaForCausalLM, LlamaConfig, False),
@@ -100,7 +103,7 @@ def test_all_kinds_in_one_engine_answer_as_peft_does(each_zoo: Zoo) -> None:
         zoo.loaded,
         zoo.folders,
         num_blocks=NUM_BLOCKS,
-        num_rank_pages=12,
+        num_rank_pages=NUM_PAGES,
         limits=SchedulerLimits(max_num_seqs=24, max_num_batched_tokens=48),
     )
     asks = []
@@ -118,8 +121,8 @@ def test_all_kinds_in_one_engine_answer_as_peft_does(each_zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_changes_the_answer_and_is_alone_the_same(zoo: Zoo, name: str) -> None:
-    runner = Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=4)
-    adapter = place(runner, zoo.loaded, zoo.folders[name], (3, 1), 1)
+    runner = Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=NUM_PAGES)
+    adapter = place(runner, zoo.loaded, zoo.folders[name], PAGES, 1)
     ids = zoo.prompt(None, 30, seed=3)
     own, base = Request(ids, adapter, max_tokens=12), Request(ids, max_tokens=12)
     StepDriver(runner, NUM_BLOCKS, token_budget=16).run([own, base])
@@ -163,10 +166,10 @@ def poison(weights: HostAdapter) -> HostAdapter:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_that_yields_nan_spoils_only_its_own_request(zoo: Zoo, name: str) -> None:
-    runner = Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=6)
+    runner = Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=NUM_PAGES)
     plain = place(runner, zoo.loaded, zoo.folders["plain r8"], (0,), 1)
     _, expected = run_beside(zoo, runner, None, plain)
-    adapter = place(runner, zoo.loaded, zoo.folders[name], (2, 5), 2)
+    adapter = place(runner, zoo.loaded, zoo.folders[name], PAGES, 2)
     fine, beside_fine = run_beside(zoo, runner, adapter, plain)
     assert fine.error is None and beside_fine == expected
     weights = read_adapter(zoo.folders[name], zoo.loaded.network, pin=False)
@@ -187,10 +190,10 @@ def test_in_the_pages_of_another_an_adapter_answers_as_on_a_fresh_server(
         before = save_kind(zoo.model, tmp_path / "r64", Kind(64, LINEAR), seed=9)
     else:
         before = zoo.folders[first]
-    pages, ids = (3, 0, 2, 5, 1), zoo.prompt(None, 25, seed=4)
+    ids = zoo.prompt(None, 25, seed=4)
 
     def answer(runner: Runner) -> Any:
-        adapter = place(runner, zoo.loaded, zoo.folders[second], pages, 2)
+        adapter = place(runner, zoo.loaded, zoo.folders[second], PAGES, 2)
         requests = [
             Request(ids, owner, max_tokens=10, sampling=SamplingParams(logprobs=5))
             for owner in (adapter, None)
@@ -198,10 +201,10 @@ def test_in_the_pages_of_another_an_adapter_answers_as_on_a_fresh_server(
         StepDriver(runner, NUM_BLOCKS).run(requests)
         return bits(requests)
 
-    used = Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=6)
+    used = Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=NUM_PAGES)
     driver = StepDriver(used, NUM_BLOCKS)
-    driver.run([Request(ids, place(used, zoo.loaded, before, pages, 1), max_tokens=4)])
-    assert answer(used) == answer(Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=6))
+    driver.run([Request(ids, place(used, zoo.loaded, before, PAGES, 1), max_tokens=4)])
+    assert answer(used) == answer(Runner(zoo.loaded, num_blocks=NUM_BLOCKS, num_rank_pages=NUM_PAGES))
 
 
 class TestSamplingFromAWiderVocabulary:

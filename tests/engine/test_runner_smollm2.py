@@ -122,11 +122,13 @@ def test_answers_are_pefts_with_all_that_adapters_may_change(
 ) -> None:
     """DoRA, biases, LoRA on lm_head and added tokens in one batch with the base model."""
     kinds = {
-        "dora": Kind(8, (*LINEAR, "lm_head"), options={"use_dora": True}),
-        "added": Kind(4, ("q_proj", "down_proj"), added_tokens=4, options={"lora_bias": True}),
+        "dora": Kind(8, (*LINEAR, "lm_head"), options={"use_dora": True, "lora_alpha": 4}),
+        "added": Kind(
+            4, ("q_proj", "down_proj"), added_tokens=4, options={"lora_bias": True, "lora_alpha": 4}
+        ),
     }
     folders = {
-        name: save_kind(hf_model, tmp_path / name, kind, seed=i)
+        name: save_kind(hf_model, tmp_path / name, kind, seed=i, strength=0.2)
         for i, (name, kind) in enumerate(kinds.items())
     }
     engine = EngineDriver(
