@@ -104,7 +104,10 @@ class EngineSettings(BaseSettings):
     kv_cache_memory_bytes: ByteSize | None = _field(None, "memory", "Size of the KV cache.")
     num_gpu_blocks_override: int | None = _field(None, "memory", "Number of KV blocks, whatever fits.", ge=1)
     lora_memory_bytes: ByteSize | None = _field(
-        None, "memory", "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU."
+        None,
+        "memory",
+        "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU. A quarter as much "
+        "is kept for adapters' embeddings and lm_heads.",
     )
     lora_host_memory_bytes: ByteSize | None = _field(
         None,
