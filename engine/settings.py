@@ -106,8 +106,8 @@ class EngineSettings(BaseSettings):
     lora_memory_bytes: ByteSize | None = _field(
         None,
         "memory",
-        "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU. A quarter as much "
-        "is kept for adapters' embeddings and lm_heads.",
+        "Size of the adapter pages on the device; default: 4 GiB on a GPU, 512 MiB on a CPU. A quarter as "
+        "much is kept for adapters' embeddings and lm_heads.",
     )
     lora_host_memory_bytes: ByteSize | None = _field(
         None,
