@@ -72,7 +72,6 @@ def test_the_address_for_gateways() -> None:
             "--port (or LORAPLEX_ENGINE_PORT): Input should be less than or equal",
         ),
         (["--model=m", "--dtype=float16"], "--dtype (or LORAPLEX_ENGINE_DTYPE)"),
-        (["--model=m", "--block-size=32"], "--block-size"),
         (["--model=m", "--gpu-memory-utilization=1.5"], "--gpu-memory-utilization"),
         (["--model=m", "--lora-memory-bytes=much"], "--lora-memory-bytes"),
         (["--model=m", "--max-num-sequences=3"], "--max-num-sequences"),
