@@ -74,8 +74,17 @@ def process_tree(root: int) -> list[int]:
 
 def peak_memory(process: int) -> int:
     """The most resident memory that a process has had, in bytes."""
+    return _status_bytes(process, "VmHWM:")
+
+
+def memory(process: int) -> int:
+    """The resident memory of a process, in bytes."""
+    return _status_bytes(process, "VmRSS:")
+
+
+def _status_bytes(process: int, field: str) -> int:
     for line in _lines(f"/proc/{process}/status"):
-        if line.startswith("VmHWM:"):
+        if line.startswith(field):
             return int(line.split()[1]) * 1024
     return 0
 

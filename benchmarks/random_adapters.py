@@ -22,6 +22,12 @@ MODULES = {
 }
 
 
+def page_bytes(item_bytes: int) -> int:
+    """Bytes of a rank page of an engine whose weights have so many bytes each, scales included."""
+    widths = sum(inputs + outputs for inputs, outputs in MODULES.values())
+    return NUM_LAYERS * (16 * widths * item_bytes + 4 * len(MODULES))
+
+
 def write_adapter(folder: Path, *, rank: int, seed: int) -> None:
     """Write an adapter of all linear layers into a new folder; its weights are small and change little."""
     generator = np.random.default_rng(seed)

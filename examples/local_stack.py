@@ -121,6 +121,8 @@ def local_stack(model: Path, ports: Ports, engine_args: Sequence[str] = ()) -> I
             yield stack
         finally:
             # Another Ctrl-C, or kill, must not cut this short and leave processes behind.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
+            numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
             stack.stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,262 @@
+"""Time many adapters on SmolLM2: 2,000 registered, twice as many in use as there is room for, 10,000 loads.
+
+    python benchmarks/adapters_many.py            # some 40 minutes and 10 GB of disk on two cores
+    python benchmarks/adapters_many.py --quick    # whether it works, in three minutes
+
+Starts the stack itself, on free ports and a temporary folder. Three questions:
+
+- What does it cost that requests name any of 2,000 adapters, all alike or by Zipf's law, in place of 5?
+- How much longer does the median request wait for its first token when the adapters in use need twice the
+  pages that there are?
+- Does memory grow over loads and unloads?
+
+Cases take turns, round by round, so that a change of the machine's load meets all alike; read the ratios,
+with the number of cores that others kept busy beside them. Writes JSON into benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from adapters.client import AdaptersClient, ClientError
+from benchmarks import machine, serve
+from benchmarks.random_adapters import page_bytes, write_adapter
+from benchmarks.stack import BASE, KV_BYTES, RESULTS, free_ports
+from examples.local_stack import LocalStack, Ports, StackFailed, local_stack
+from examples.smollm2 import gguf_file
+from protos.engine_pb2 import LoadAdapterRequest, UnloadAdapterRequest
+from protos.engine_pb2_grpc import EngineStub
+
+RANK = 8
+FEW = 5
+ROOM = 8
+THROUGHPUT_REACH = 0.95
+TTFT_REACH = 3.0
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything."""
+
+    adapters: int = 2000
+    requests: int = 96
+    rounds: int = 3
+    concurrency: int = 16
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+    loads: int = 10_000
+
+
+QUICK = Size(adapters=40, requests=20, rounds=1, output_tokens=32, loads=200)
+
+
+@dataclass
+class Case:
+    """Requests for adapters drawn from so many, alike or by Zipf's law, and what came of them by round."""
+
+    name: str
+    adapters: int
+    zipf: bool = False
+    results: list[serve.Result] = field(default_factory=list)
+    busy_cores: list[float] = field(default_factory=list)
+
+    def draw(self, count: int, seed: int) -> list[str]:
+        """The adapters' names, one for each request."""
+        weights = [1 / (rank + 1) if self.zipf else 1.0 for rank in range(self.adapters)]
+        return random.Random(seed).choices(
+            [name_of(index) for index in range(self.adapters)], weights, k=count
+        )
+
+
+def name_of(index: int) -> str:
+    """An adapter's name."""
+    return f"adapter-{index}"
+
+
+def upload_adapters(stack: LocalStack, key: str, count: int) -> list[str]:
+    """Makes adapters that differ in their weights, and uploads them. Returns their digests in hex."""
+    digests = []
+    with (
+        tempfile.TemporaryDirectory(prefix="loraplex-adapters-") as root,
+        AdaptersClient(stack.url, key) as client,
+    ):
+        for index in range(count):
+            folder = Path(root) / name_of(index)
+            write_adapter(folder, rank=RANK, seed=index)
+            uploaded = client.upload(folder, name_of(index), on_sent=lambda count: None)
+            digests.append(uploaded["digest"])
+            shutil.rmtree(folder)
+            if (index + 1) % 100 == 0:
+                console.print(f"uploaded {index + 1} adapters")
+    return digests
+
+
+async def send(case: Case, size: Size, url: str, key: str, seed: int) -> serve.Result:
+    """Sends a case's requests, as many at once as the size says, and sums up."""
+    load = serve.Load(
+        url=url,
+        models=(name_of(0),),
+        api_key=key,
+        num_requests=size.requests,
+        prompt_tokens=size.prompt_tokens,
+        output_tokens=size.output_tokens,
+        seed=seed,
+    )
+    slots = asyncio.Semaphore(size.concurrency)
+    async with serve.Client(load) as client:
+        prompts = serve.make_prompts(load, await serve.warm_up(client, load))
+
+        async def one(model: str, prompt: str) -> serve.Timing:
+            async with slots:
+                return await client.complete(model, prompt, size.output_tokens)
+
+        pairs = list(zip(case.draw(size.requests, seed), prompts, strict=True))
+        started = time.perf_counter()
+        timings = await asyncio.gather(*(one(model, prompt) for model, prompt in pairs))
+        return serve.summarise(timings, time.perf_counter() - started)
+
+
+def run_rounds(cases: Sequence[Case], size: Size, url: str, key: str) -> None:
+    """All cases in turn, several times over. A seed must not return, or prompts would be found cached."""
+    for round_number in range(size.rounds):
+        for number, case in enumerate(cases):
+            meter = machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
+            seed = 1 + round_number * len(cases) + number
+            result = asyncio.run(send(case, size, url, key, seed))
+            case.results.append(result)
+            case.busy_cores.append(meter.read().busy_cores)
+            console.print(
+                f"round {round_number + 1}, {case.name}: {result.output_tokens_per_second} tokens/s, "
+                f"first token {result.ttft_ms['p50']} ms, others {case.busy_cores[-1]} cores"
+            )
+
+
+def load_and_unload(
+    stack: LocalStack, ports: Ports, digests: Sequence[str], size: Size
+) -> list[dict[str, Any]]:
+    """Loads and unloads adapters one by one. Returns what the engine and the gateway took of memory."""
+    samples = []
+    with grpc.insecure_channel(f"127.0.0.1:{ports.engine}") as channel:
+        stub = EngineStub(channel)
+        for count in range(size.loads + 1):
+            if count % max(1, size.loads // 10) == 0:
+                samples.append({"loads": count, "resident_bytes": resident_memory(stack)})
+                console.print(f"{count} loads: {samples[-1]['resident_bytes']}")
+            digest = bytes.fromhex(digests[count % len(digests)])
+            stub.LoadAdapter(LoadAdapterRequest(digest=digest))
+            stub.UnloadAdapter(UnloadAdapterRequest(digest=digest))
+    return samples
+
+
+def resident_memory(stack: LocalStack) -> int:
+    """Resident bytes of the stack's largest process, which is the engine."""
+    return max(machine.memory(process) for process in machine.process_tree(stack.process.pid))
+
+
+def run(size: Size) -> dict[str, Any]:
+    """Measures everything, and returns it as a JSON document. Raises StackFailed."""
+    many = [
+        Case(f"{FEW} adapters", FEW),
+        Case(f"{size.adapters}, Zipf", size.adapters, zipf=True),
+        Case(f"{size.adapters}, uniform", size.adapters),
+    ]
+    crowded = [Case(f"{ROOM} in room for {ROOM}", ROOM), Case(f"{2 * ROOM} in room for {ROOM}", 2 * ROOM)]
+    flags = ["--served-model-name", BASE, "--dtype", "bfloat16", "--kv-cache-memory-bytes", str(KV_BYTES)]
+    ports = free_ports()
+    with local_stack(gguf_file(), ports, flags) as stack:
+        key = stack.create_tenant("bench")
+        digests = upload_adapters(stack, key, size.adapters)
+        run_rounds(many, size, f"{stack.url}/v1", key)
+        samples = load_and_unload(stack, ports, digests, size)
+    ports, room = free_ports(), ["--lora-memory-bytes", str(ROOM * page_bytes(2))]
+    with local_stack(gguf_file(), ports, flags + room) as stack:
+        key = stack.create_tenant("bench")
+        upload_adapters(stack, key, 2 * ROOM)
+        run_rounds(crowded, size, f"{stack.url}/v1", key)
+    return {
+        "machine": machine.facts(),
+        "size": asdict(size),
+        "rank": RANK,
+        "many": [asdict(case) for case in many],
+        "crowded": [asdict(case) for case in crowded],
+        "memory": samples,
+    }
+
+
+def ratio(cases: Sequence[dict[str, Any]], index: int, figure: Callable[[dict[str, Any]], float]) -> float:
+    """The median over rounds of a case's figure to the first case's of the same round."""
+    pairs = zip(cases[0]["results"], cases[index]["results"], strict=True)
+    return median(figure(other) / figure(first) for first, other in pairs)
+
+
+def show(document: dict[str, Any]) -> None:
+    """Prints the figures beside those to reach."""
+    facts = document["machine"]
+    table = Table(title=f"{facts['cpu']}, {facts['cores']} cores", title_justify="left")
+    table.add_column("case")
+    for heading in ("tokens/s", "to the first", "TTFT, ms", "to the first", "reach", "others' cores"):
+        table.add_column(heading, justify="right")
+    for cases, reach in (
+        (document["many"], f"tokens ≥ {THROUGHPUT_REACH}"),
+        (document["crowded"], f"TTFT ≤ {TTFT_REACH}"),
+    ):
+        for index, case in enumerate(cases):
+            rates = [result["output_tokens_per_second"] for result in case["results"]]
+            firsts = [result["ttft_ms"]["p50"] for result in case["results"]]
+            table.add_row(
+                case["name"],
+                f"{median(rates):.1f}",
+                f"{ratio(cases, index, lambda result: result['output_tokens_per_second']):.3f}",
+                f"{median(firsts):.0f}",
+                f"{ratio(cases, index, lambda result: result['ttft_ms']['p50']):.2f}",
+                reach if index else "",
+                f"{median(case['busy_cores']):.2f}",
+            )
+    console.print(table)
+    first, last = document["memory"][1], document["memory"][-1]
+    grown = (last["resident_bytes"] - first["resident_bytes"]) / 1e6
+    console.print(
+        f"engine's memory from {first['loads']} to {last['loads']} loads and unloads: {grown:+.1f} MB"
+    )
+
+
+def main() -> int:
+    """Parses the command line, measures, shows and writes; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Time many adapters on SmolLM2.")
+    parser.add_argument("--quick", action="store_true", help="a small run, to see whether it works")
+    quick = parser.parse_args().quick
+    try:
+        document = run(QUICK if quick else Size())
+    except (StackFailed, ClientError, serve.ServerError, httpx.HTTPError, grpc.RpcError) as failure:
+        console.print(str(failure), style="red", markup=False, highlight=False)
+        return 1
+    show(document)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / time.strftime("adapters-many-%Y%m%d-%H%M%S.json")
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    console.print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
