@@ -64,6 +64,7 @@ class FolderStore:
         if files is None:
             folder.mkdir(mode=0o700)
         else:
+            os.utime(files)  # however long ago they came, `clean` is to leave them
             files.rename(folder)
         return FolderStaging(self, folder)
 

@@ -48,11 +48,14 @@ _JSON = ".json"
 _NO_BUCKET = "NoSuchBucket"
 _PART_BYTES = 16 * 1024 * 1024
 _PARTS_AT_ONCE = 4
+_RECORDS_AT_ONCE = 16
 _RETRY_S = 20.0
 _REQUEST_S = 120.0
 """A part of 16 MiB in less: anything slower is a fault."""
 _ORPHANS_AFTER_S = 24 * 3600.0
 """Files without a manifest are an upload's on its way, unless they are older."""
+_ORPHANS_EVERY_S = 6 * 3600.0
+"""They are looked for in the whole store, so not often."""
 
 
 class CorruptBlob(StoreUnavailable):
@@ -70,6 +73,7 @@ class S3Store:
         self.bucket = bucket
         self.scratch = scratch / "uploads"
         self._staging = scratch / "staging"
+        self._next_orphans = 0.0  # time.monotonic()
         for folder in (self.scratch, self._staging):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -96,6 +100,7 @@ class S3Store:
         if files is None:
             folder.mkdir(mode=0o700)
         else:
+            os.utime(files)  # however long ago they came, `clean` is to leave them
             files.rename(folder)
         return S3Staging(self, folder)
 
@@ -167,6 +172,9 @@ class S3Store:
         stale = [folder for folder in self._staging.iterdir() if last_touched(folder) < limit]
         for folder in stale:
             shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() < self._next_orphans:
+            return len(stale)
+        self._next_orphans = time.monotonic() + _ORPHANS_EVERY_S
         return len(stale) + self._remove_orphans(limit - _ORPHANS_AFTER_S)
 
     def put_record(self, path: str, record: Mapping[str, Any]) -> None:
@@ -175,10 +183,11 @@ class S3Store:
 
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The records whose path begins with the folder `prefix`, with their paths."""
-        for key, _ in self._list(f"records/{check_record_path(prefix)}"):
-            raw = self.get(key)
-            if raw is not None:
-                yield key.removeprefix("records/").removesuffix(_JSON), json.loads(raw)
+        keys = [key for key, _ in self._list(f"records/{check_record_path(prefix)}")]
+        with ThreadPoolExecutor(_RECORDS_AT_ONCE, thread_name_prefix="s3-records") as pool:
+            for key, raw in zip(keys, pool.map(self.get, keys), strict=True):
+                if raw is not None:
+                    yield key.removeprefix("records/").removesuffix(_JSON), json.loads(raw)
 
     def delete_record(self, path: str) -> None:
         """Removes a record; one that is not there is no error."""
@@ -227,19 +236,26 @@ class S3Store:
 
     def _remove_orphans(self, limit: float) -> int:
         """Removes generations older than `limit` that no manifest names: of uploads that crashed or lost."""
-        generations: dict[tuple[str, str], float] = {}
+        generations: dict[str, dict[str, float]] = {}  # when each was written, by digest
+        published: set[str] = set()
         for key, written in self._list("sha256"):
-            parts = key.split("/")
-            if len(parts) == 5:
-                place = parts[2], parts[3]
-                generations[place] = max(written, generations.get(place, 0.0))
-        in_trash = {trashed.digest for trashed in self.trashed()}
+            _, _, name, *rest = key.split("/")
+            if rest == [MANIFEST_FILE]:
+                published.add(name)
+            else:
+                of_blob = generations.setdefault(name, {})
+                of_blob[rest[0]] = max(written, of_blob.get(rest[0], 0.0))
+        in_trash = {trashed.digest.hex() for trashed in self.trashed()}
         orphans = 0
-        for (name, generation), written in generations.items():
+        for name, of_blob in generations.items():
+            if name in in_trash or (name in published and len(of_blob) == 1):
+                continue
             digest = bytes.fromhex(name)
-            if written < limit and digest not in in_trash and self._generation(digest) != generation:
-                self.remove(self.keys_of(digest, generation))
-                orphans += 1
+            current = self._generation(digest)
+            for generation, written in of_blob.items():
+                if written < limit and generation != current:
+                    self.remove(self.keys_of(digest, generation))
+                    orphans += 1
         return orphans
 
     def _generation(self, digest: bytes) -> str | None:

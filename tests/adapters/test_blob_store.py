@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,8 +117,10 @@ def test_a_folder_of_the_scratch_becomes_a_staging_once(store: BlobStore) -> Non
     folder = store.scratch / "session"
     folder.mkdir()
     (folder / "adapter_config.json").write_bytes(b"{}")
+    for old in (folder / "adapter_config.json", folder):
+        os.utime(old, (0, 0))
     with store.stage(folder) as staging:
-        assert not folder.exists()
+        assert not folder.exists() and store.clean(older_than_s=3600) == 0
         with pytest.raises(FileNotFoundError):
             store.stage(folder)
         assert staging.publish(DIGEST, {})
@@ -213,6 +216,7 @@ def test_cleaning_leaves_uploads_under_way_and_blobs(
     store: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_store, "_ORPHANS_AFTER_S", 0.0)
+    monkeypatch.setattr(s3_store, "_ORPHANS_EVERY_S", 0.0)
     publish(store)
     staging = store.stage()
     assert store.clean(older_than_s=3600) == 0

@@ -24,6 +24,7 @@ SIZE = 5 * 2**20 + 17
 def store(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Store:
     """A store that sends and fetches files in small parts, and gives up soon."""
     monkeypatch.setattr(s3_store, "_PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_store, "_ORPHANS_EVERY_S", 0.0)
     bucket = Bucket(
         BUCKET,
         client_options={"allow_http": True, "timeout": timedelta(seconds=2)},
@@ -104,8 +105,11 @@ def test_what_a_crashed_upload_has_written_is_removed_later(
     store.put(f"sha256/{other[:2]}/{other}/4567/adapter_config.json", b"{}")
     assert store.clean(older_than_s=0) == 0
     monkeypatch.setattr(s3_store, "_ORPHANS_AFTER_S", -5.0)
+    monkeypatch.setattr(s3_store, "_ORPHANS_EVERY_S", 3600.0)
     assert store.clean(older_than_s=0) == 2
     assert objects(store) == before
+    store.put(f"sha256/{orphan}", b"{}")
+    assert store.clean(older_than_s=0) == 0  # not so soon again
 
 
 def test_files_of_a_withdrawn_blob_are_no_orphans(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
