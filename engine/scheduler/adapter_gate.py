@@ -10,7 +10,8 @@ yield once they have had their turn (`engine.scheduler.turns`).
 
 The bound: a claimed adapter has its pages once the victims' running sequences have had a turn or have
 ended, and then keeps them until its first sequence runs. One claim stands at a time; the order of
-admission, which is fair, decides whose is next.
+admission, which is fair, decides whose is next. It need not wait for the copy of the one before to land:
+whatever was placed for a sequence that waits is kept for it until then.
 
 What is brought ahead of need makes no claim: it takes room that nobody uses. That holds for a `prefetch`,
 for what is `expect`ed, and for pinned adapters, which stay once they are here.
@@ -93,8 +94,6 @@ class _Claim:
     digest: bytes
     copy: HostCopy
     victims: frozenset[bytes]
-    placed: bool = False
-    """The pages are the claimant's, and a reference keeps them so until its first sequence has one."""
 
 
 class AdapterGate:
@@ -122,6 +121,7 @@ class AdapterGate:
         self._drop = drop
         self._counters = tiers.counters
         self._claim: _Claim | None = None
+        self._kept: set[bytes] = set()  # placed, and waited for: a reference keeps each until one runs
         self._placements_left = 0
         self._idle = True
         self._landing: dict[bytes, Callable[[], bool]] = {}
@@ -140,7 +140,7 @@ class AdapterGate:
     def claim(self) -> tuple[bytes, frozenset[bytes]] | None:
         """An adapter that waits for pages, and whose it is to get; None when none does."""
         claim = self._claim
-        return None if claim is None or claim.placed else (claim.digest, claim.victims)
+        return None if claim is None else (claim.digest, claim.victims)
 
     def begin_step(self, num_waiting: Callable[[bytes], int], *, idle: bool) -> None:
         """Takes in the loads that have ended, and gives the claimant its pages if they are there.
@@ -190,7 +190,10 @@ class AdapterGate:
             return False
         if self._bring(digest):
             # A step waits for the copies before it; that may delay whoever asked, and nobody else.
-            return self._idle or digest not in self._landing
+            if self._idle or digest not in self._landing:
+                return True
+            self._keep(digest)
+            return False
         copy = self._tiers.want(digest)
         if copy is not None and claim is None and self._placements_left:
             self._claim = self._make_claim(digest, copy, leaving())
@@ -206,8 +209,7 @@ class AdapterGate:
         if not digest:
             return None
         adapter = self._pages.acquire(digest)
-        if self._claim is not None and self._claim.digest == digest:
-            self._end_claim()
+        self._keep_no_more(digest)
         return adapter
 
     def release(self, digest: bytes) -> None:
@@ -294,8 +296,7 @@ class AdapterGate:
 
     def check(self, users: list[bytes]) -> None:
         """Asserts the invariants of pages and tiers. ``users``: the adapter of each sequence that has one."""
-        reserved = [self._claim.digest] if self._claim is not None and self._claim.placed else []
-        self._pages.check(users + reserved)
+        self._pages.check([*users, *self._kept])
         self._tiers.check()
 
     # ---- placing ------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class AdapterGate:
         copy = claim.copy if claim is not None and claim.digest == digest else self._tiers.want(digest)
         if copy is None or not self._placements_left:
             return False
-        if claim is not None and claim.digest != digest and not claim.placed:
+        if claim is not None and claim.digest != digest:
             return False
         victims = self._pages.victims(copy)
         if victims is None:
@@ -390,24 +391,31 @@ class AdapterGate:
         return _Claim(digest, copy, frozenset(victims))
 
     def _advance_claim(self, num_waiting: Callable[[bytes], int]) -> None:
+        for digest in [digest for digest in self._kept if not num_waiting(digest)]:
+            self._keep_no_more(digest)
         claim = self._claim
         if claim is None:
             return
         if not num_waiting(claim.digest):
-            self._end_claim()
-        elif not claim.placed and self._bring(claim.digest):
-            self._pages.acquire(claim.digest)
-            claim.placed = True
-            claim.victims = frozenset()
+            self._claim = None
+        elif self._bring(claim.digest):
+            self._keep(claim.digest)
+            self._claim = None
 
-    def _end_claim(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None and claim.placed:
-            self._pages.release(claim.digest)
+    def _keep(self, digest: bytes) -> None:
+        """Lets nobody else have the pages until the first sequence that waits for them runs."""
+        if digest not in self._kept:
+            self._pages.acquire(digest)
+            self._kept.add(digest)
+
+    def _keep_no_more(self, digest: bytes) -> None:
+        if digest in self._kept:
+            self._kept.discard(digest)
+            self._pages.release(digest)
 
     def _fail(self, failure: LoadFailed) -> None:
         if self._claim is not None and self._claim.digest == failure.digest:
-            self._end_claim()
+            self._claim = None
         self._failures.append(failure)
         self._ahead.answer(failure.digest, failure.reason)
 

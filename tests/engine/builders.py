@@ -153,6 +153,9 @@ class FakeRunner:
     step_s: float = 0.0
     """Time that a step takes, as a device would: without the interpreter's lock."""
     before: Callable[[StepPlan], None] = lambda plan: None
+    landing_steps: int = 0
+    """Steps that go by until a copy to the pages is said to have landed."""
+    num_writes: int = 0
     num_steps: int = 0
     queue: deque[Callable[[], None]] = field(default_factory=deque)
     """What the device has yet to do, in order; it does it as late as it can."""
@@ -164,11 +167,14 @@ class FakeRunner:
     ends: dict[int, int] = field(default_factory=dict)
     """By the first page of an adapter that has some: bytes outside the pages."""
 
-    def write_adapter(self, pages: Sequence[int], adapter: HostCopy) -> None:
+    def write_adapter(self, pages: Sequence[int], adapter: HostCopy) -> Callable[[], bool]:
         assert isinstance(adapter, FakeAdapter)
         assert all(0 <= page < self.num_pages for page in pages)
         assert len(pages) == adapter.num_pages
         self.queue.append(lambda: self._write(pages, adapter))
+        self.num_writes += 1
+        landing = self.num_steps + self.landing_steps
+        return lambda: self.num_steps >= landing
 
     def _write(self, pages: Sequence[int], adapter: FakeAdapter) -> None:
         self.pages.update(dict.fromkeys(pages, adapter))

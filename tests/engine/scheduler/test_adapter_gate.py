@@ -288,3 +288,22 @@ def test_who_names_many_cold_adapters_does_not_make_others_wait_for_all_of_them(
     engine.run()
     engine.check_all_free()
     engine.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_is_on_its_way_to_the_device_is_not_evicted_for_the_next(depth: int) -> None:
+    engine = make_engine(num_pages=2, num_blocks=256, max_num_seqs=8, depth=depth)
+    engine.runner.landing_steps = 3
+    requests = [make_request(5, request_id=9, max_tokens=300)]
+    for number in range(6):
+        engine.store.add(f"a{number}", 16)
+        requests.append(make_request(5, request_id=number, adapter=f"a{number}", max_tokens=20))
+    for request in requests:
+        engine.scheduler.add(request)
+        engine.wait_for_loads()
+    engine.run()
+    for request in requests:
+        assert engine.tokens["link", request.request_id, 0] == expected_output(request)
+    assert engine.runner.num_writes == 6, "each was copied once"
+    engine.check_all_free()
+    engine.close()

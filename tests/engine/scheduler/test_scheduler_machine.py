@@ -87,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         host_bytes=st.sampled_from([100, 1000]),
         depth=st.sampled_from([0, 1]),
+        landing=st.sampled_from([0, 0, 2]),
         turn=st.sampled_from([2, 10]),
     )
     def start(
@@ -97,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         host_bytes: int,
         depth: int,
+        landing: int,
         turn: int,
     ) -> None:
         self.now = 0.0
@@ -112,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             clock=lambda: self.now,
         )
+        self.engine.runner.landing_steps = landing
         self.threads = ManualThreads()
         self.engine.tiers.close()
         self.engine.tiers._pool = self.threads  # type: ignore[assignment]
