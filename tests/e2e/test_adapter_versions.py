@@ -37,13 +37,15 @@ def change(
     return answer.json()
 
 
-async def stream(stack: Stack, key: str, model: str, prompt: Sequence[int]) -> AsyncIterator[tuple[str, str]]:
+async def stream(
+    stack: Stack, key: str, model: str, prompt: Sequence[int], count: int = TOKENS
+) -> AsyncIterator[tuple[str, str]]:
     """The model and the text of each chunk of a long greedy answer."""
     async with stack.async_client(key) as client:
         chunks = await client.completions.create(
             model=model,
             prompt=list(prompt),
-            max_tokens=TOKENS,
+            max_tokens=count,
             temperature=0,
             stream=True,
             extra_body={"ignore_eos": True},
@@ -60,8 +62,8 @@ class Reference:
     zoo: TinyZoo
     key: str
 
-    async def __call__(self, adapter: str, prompt: Sequence[int]) -> str:
-        text = "".join([text async for _, text in stream(self.stack, self.key, adapter, prompt)])
+    async def __call__(self, adapter: str, prompt: Sequence[int], count: int = TOKENS) -> str:
+        text = "".join([text async for _, text in stream(self.stack, self.key, adapter, prompt, count)])
         # Of a character that the last token does not finish, half is another text.
         assert text.startswith(self.zoo.expected(adapter, prompt, 32)[0].rstrip("\ufffd"))
         return text
@@ -124,16 +126,18 @@ async def test_a_canary_splits_requests_and_keeps_its_users(zoo: TinyZoo, tiny_s
     change(tiny_stack, key, "PUT", "sql/canary", {"version": 2, "percent": 30})
     expected = {f"sql@{version}": zoo.expected(f"v{version}", prompt, 2)[0] for version in (1, 2)}
 
+    at_once = asyncio.Semaphore(16)
     async with tiny_stack.async_client(key) as client:
 
         async def served(user: str | None, model: str = "sql") -> str:
-            answer = await client.completions.create(
-                model=model,
-                prompt=prompt,
-                max_tokens=2,
-                temperature=0,
-                extra_body={"ignore_eos": True} | ({"user": user} if user else {}),
-            )
+            async with at_once:
+                answer = await client.completions.create(
+                    model=model,
+                    prompt=prompt,
+                    max_tokens=2,
+                    temperature=0,
+                    extra_body={"ignore_eos": True} | ({"user": user} if user else {}),
+                )
             assert answer.choices[0].text == expected[answer.model]
             return answer.model
 
@@ -163,14 +167,14 @@ async def test_a_grant_gives_one_name_and_its_end_takes_it_within_a_second(
     with tiny_stack.client(guest) as client:
         assert {"sql", "owning/sql"} <= {model.id for model in client.models.list()}
 
-    running = stream(tiny_stack, guest, "owning/sql", prompt)
+    running = stream(tiny_stack, guest, "owning/sql", prompt, 100)
     _, text = await anext(running)
     await asyncio.to_thread(change, tiny_stack, owner, "DELETE", "sql/grants/visiting")
     with pytest.raises(NotFoundError):
         await asyncio.to_thread(ask, tiny_stack, guest, "owning/sql", prompt)
     async for _, more in running:
         text += more
-    assert text == await reference("v1", prompt)
+    assert text == await reference("v1", prompt, 100)
     with tiny_stack.client(guest) as client:
         assert "owning/sql" not in {model.id for model in client.models.list()}
     assert ask(tiny_stack, owner, "sql", prompt).text == theirs.text
