@@ -24,6 +24,7 @@ from tests.gateway.control_plane import (
     safetensors_header,
     tensor_shapes,
 )
+from tests.gateway.memory import peak, reset_peak
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -303,12 +304,12 @@ async def test_memory_stays_flat_for_a_large_adapter(valkey_url: str, tmp_path: 
                 yield zeros[: min(len(zeros), size - sent)]
             yield end
 
-        peak_before = _reset_peak()
+        peak_before = reset_peak()
         form = {**acme, "Content-Type": "multipart/form-data; boundary=x"}
         answer = await plane.client.post("/v1/adapters", headers=form, content=body(), timeout=120)
         assert answer.status_code == 400
         assert "zero" in answer.json()["error"]["message"]  # it was read to its end
-        assert _peak() - peak_before < 48 * 2**20
+        assert peak() - peak_before < 48 * 2**20
         assert plane.leftovers() == []
 
 
@@ -330,16 +331,3 @@ async def test_an_upload_beyond_the_limit_is_cut_off(valkey_url: str, tmp_path: 
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "upload_too_large"
         assert plane.leftovers() == plane.blobs() == []
-
-
-def _reset_peak() -> int:
-    """Makes the kernel forget this process's peak of resident memory. Returns the resident bytes now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
-
-
-def _peak() -> int:
-    status = Path("/proc/self/status").read_text()
-    match = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert match is not None
-    return int(match[1]) * 1024

@@ -14,7 +14,15 @@ import httpx
 import pytest
 
 from gateway import upload_transfers
-from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane, safetensors, tensor_shapes
+from tests.gateway.control_plane import (
+    ControlPlane,
+    adapter_files,
+    control_plane,
+    model_info,
+    safetensors,
+    tensor_shapes,
+)
+from tests.gateway.memory import peak, reset_peak
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -359,3 +367,23 @@ async def test_two_uploads_of_one_name_at_once_are_two_versions(valkey_url: str,
         assert sorted(answer.json()["id"] for answer in made) == ["sql@1", "sql@2"]
         alone = [(await plane.upload(acme, files, name="alone")).json()["digest"] for files in both]
         assert [answer.json()["digest"] for answer in made] == alone
+
+
+async def test_memory_stays_flat_while_a_large_file_arrives(valkey_url: str, tmp_path: Path) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        plane.engines.info = model_info(layers=8, hidden=4096, max_lora_rank=1024)
+        acme = await plane.tenant("acme")
+        size, zeros = 200 * 2**20, bytes(2**20)
+        described = announced(adapter_files())
+        weights = next(file for file in described["files"] if file["name"] == WEIGHTS)
+        weights["bytes"] = size
+        begun = await plane.client.post("/v1/adapter-uploads", headers=acme, json=described)
+
+        async def body() -> AsyncIterator[bytes]:
+            for _ in range(size // len(zeros)):
+                yield zeros
+
+        before = reset_peak()
+        answer = await append(plane, acme, begun.json()["id"], WEIGHTS, body())
+        assert answer.json()["offset"] == size
+        assert peak() - before < 32 * 2**20
