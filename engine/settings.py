@@ -97,6 +97,7 @@ class EngineSettings(BaseSettings):
     enable_prefix_caching: bool = _field(True, "scheduling", "Reuse the KV of prompts that begin alike.")
     enforce_eager: bool = _field(False, "scheduling", "Do not capture CUDA graphs.")
 
+    block_size: Literal[16] = _field(16, "memory", "Tokens in a KV block; the kernels are made for 16.")
     gpu_memory_utilization: float = _field(
         0.9, "memory", "Share of the device's memory to use, unless the sizes below say.", gt=0, le=1
     )

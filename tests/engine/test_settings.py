@@ -72,6 +72,7 @@ def test_the_address_for_gateways() -> None:
             "--port (or LORAPLEX_ENGINE_PORT): Input should be less than or equal",
         ),
         (["--model=m", "--dtype=float16"], "--dtype (or LORAPLEX_ENGINE_DTYPE)"),
+        (["--model=m", "--block-size=32"], "--block-size"),
         (["--model=m", "--gpu-memory-utilization=1.5"], "--gpu-memory-utilization"),
         (["--model=m", "--lora-memory-bytes=much"], "--lora-memory-bytes"),
         (["--model=m", "--max-num-sequences=3"], "--max-num-sequences"),
@@ -96,6 +97,6 @@ def test_help_tells_of_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_are_few_and_frozen() -> None:
     settings = parse_args(["--model=m"])
-    assert len(EngineSettings.model_fields) <= 25
+    assert len(EngineSettings.model_fields) <= 26
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1
