@@ -7,6 +7,8 @@ import triton.language as tl
 
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _attend(
@@ -27,43 +29,78 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    ALL_VISIBLE: tl.constexpr,
 ):
     """Online softmax of q [rows, BLOCK_D] over keys ``start`` to ``end``; row i sees those below visible[i].
 
-    ``scale`` is positive, for powers of two. ``maximum``, ``total`` and ``acc`` are what earlier keys
-    left; they are returned with these added. ALL_VISIBLE: every row sees all of them, a multiple of BLOCK_N.
+    ``maximum``, ``total`` and ``acc`` are what earlier keys left: the largest score, in powers of two, and
+    the sums above it. They are returned with these keys added.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     for first in range(start, end, BLOCK_N):
         token = first + n
-        if ALL_VISIBLE:
-            block = tl.load(block_table + token // KV_BLOCK)
-        else:
-            block = tl.load(block_table + token // KV_BLOCK, token < end, -1)
+        block = tl.load(block_table + token // KV_BLOCK, token < end, -1)
+        live = block >= 0
         row = ((block.to(tl.int64) * NUM_KV_HEADS + kv_head) * KV_BLOCK + token % KV_BLOCK) * HEAD_DIM
-        offsets = row[:, None] + d[None, :]
+        mask = live[:, None]
+        if HEAD_DIM != BLOCK_D:
+            mask = mask & (d < HEAD_DIM)[None, :]
         # What lies beyond the context is not read at all, so nothing stale can come through.
-        if ALL_VISIBLE and HEAD_DIM == BLOCK_D:
-            k = tl.load(k_cache + offsets)
-        else:
-            k = tl.load(k_cache + offsets, (block >= 0)[:, None] & (d < HEAD_DIM)[None, :], 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if not ALL_VISIBLE:
-            shown = (block >= 0)[None, :] & (token[None, :] < visible[:, None])
-            scores = tl.where(shown, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        base = new_maximum
-        if not ALL_VISIBLE:
-            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores * scale - base[:, None])
+        k = tl.load(k_cache + row[:, None] + d[None, :], mask, 0.0)
+        # Scaled here, and not with the exponential as below: ptxas then has more loads of decode in flight.
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.where(live[None, :] & (token[None, :] < visible[:, None]), scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maximum - base)
         total = total * shrink + tl.sum(weights, 1)
-        if ALL_VISIBLE and HEAD_DIM == BLOCK_D:
-            v = tl.load(v_cache + offsets)
+        v = tl.load(v_cache + row[:, None] + d[None, :], mask, 0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return maximum, total, acc
+
+
+@triton.jit
+def _attend_all(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    kv_head,
+    end,
+    scale,
+    BLOCK_M: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+):
+    """``_attend`` from key 0 to ``end``, a multiple of BLOCK_N, where every row sees all of them."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    factor = scale * LOG2_E
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for first in range(0, end, BLOCK_N):
+        token = first + n
+        block = tl.load(block_table + token // KV_BLOCK).to(tl.int64)
+        row = ((block * NUM_KV_HEADS + kv_head) * KV_BLOCK + token % KV_BLOCK) * HEAD_DIM
+        if HEAD_DIM == BLOCK_D:
+            k = tl.load(k_cache + row[:, None] + d)
         else:
-            v = tl.load(v_cache + offsets, (block >= 0)[:, None] & (d < HEAD_DIM)[None, :], 0.0)
+            k = tl.load(k_cache + row[:, None] + d, d < HEAD_DIM, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new_maximum[:, None])
+        shrink = tl.exp2(maximum - new_maximum)
+        total = total * shrink + tl.sum(weights, 1)
+        if HEAD_DIM == BLOCK_D:
+            v = tl.load(v_cache + row[:, None] + d)
+        else:
+            v = tl.load(v_cache + row[:, None] + d, d < HEAD_DIM, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         maximum = new_maximum
     return maximum, total, acc
@@ -127,7 +164,6 @@ def decode(
             BLOCK_D,
             BLOCK_N,
             KV_BLOCK,
-            False,
         )
         if SPLITS == 1:
             target = out + (query.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
@@ -233,20 +269,17 @@ def prefill(
         wait_for_inputs(PDL)
         q = tl.load(qkv + token[:, None] * qkv_stride + head[:, None] * HEAD_DIM + d[None, :], mask, 0.0)
         table = block_tables + seq.to(tl.int64) * table_stride
-        maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         # What every row sees, then what some do.
         common = (before + 1) // BLOCK_N * BLOCK_N
-        maximum, total, acc = _attend(
-            q, k_cache, v_cache, table, kv_head, 0, 0, common, scale, maximum, total, acc,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK, True,
+        maximum, total, acc = _attend_all(
+            q, k_cache, v_cache, table, kv_head, common, scale,
+            BLOCK_M, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK,
         )  # fmt: skip
         visible = tl.where(in_block, before + i // GROUP + 1, 0)
         end = tl.minimum(before + BLOCK_Q, context)
         _, total, acc = _attend(
             q, k_cache, v_cache, table, kv_head, visible, common, end, scale, maximum, total, acc,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK, False,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK,
         )  # fmt: skip
         target = out + (token * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
         total = tl.where(in_block, total, 1.0)

@@ -19,8 +19,6 @@ from kernels.gpu import attention_kernels
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.plans import BLOCK_SIZE, AttentionPlan
 
-LOG2_E = 1.4426950408889634
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
@@ -98,7 +96,7 @@ def _decode(
         out,
         parts,
         sums,
-        scale * LOG2_E,
+        scale,
         qkv.stride(0),
         plan.block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
@@ -153,7 +151,7 @@ def _prefill(
         plan.context_lens,
         plan.query_starts,
         out,
-        scale * LOG2_E,
+        scale,
         qkv.stride(0),
         plan.block_tables.stride(0),
         num_seqs,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.lora import apply_lora, lora_expand, lora_shrink
+from kernels.lora import add_lora, apply_lora, lora_expand, lora_shrink, silu_mul_add_lora
 from kernels.plans import LoraPlan
 
 CaseBuilder = Callable[..., Any]
@@ -149,3 +149,17 @@ def test_a_plan_without_rows_does_nothing(lora_case: CaseBuilder, dtype: torch.d
     before = case.y.clone()
     apply_lora(case.x, case.y, case.pool, case.plan)
     assert torch.equal(case.y, before)
+
+
+def test_adding_to_a_base_product_is_the_product_and_then_the_adapters(lora_case: CaseBuilder) -> None:
+    case = lora_case([(8, [4, 1]), (16, [0, 6, 2])], in_features=32, outputs=[48, 48], tokens=7)
+    want = case.y.clone()
+    apply_lora(case.x, want, case.pool, case.plan)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        assert x is case.x
+        return case.y.clone()
+
+    assert torch.equal(add_lora(product, case.x, case.pool, case.plan), want)
+    got = silu_mul_add_lora(product, case.x, case.pool, case.plan)
+    torch.testing.assert_close(got, reference.silu_mul(want))
