@@ -94,6 +94,9 @@ class _Claim:
     digest: bytes
     copy: HostCopy
     victims: frozenset[bytes]
+    suffices: bool
+    """Whether the victims' room is enough. If not, other room is kept for sequences that have yet to run, and
+    the claimant chooses anew when it is asked for next."""
 
 
 class AdapterGate:
@@ -195,7 +198,8 @@ class AdapterGate:
             self._keep(digest)
             return False
         copy = self._tiers.want(digest)
-        if copy is not None and claim is None and self._placements_left:
+        may_claim = claim is None or (claim.digest == digest and not claim.suffices)
+        if copy is not None and may_claim and self._placements_left:
             self._claim = self._make_claim(digest, copy, leaving())
         return False
 
@@ -388,7 +392,7 @@ class AdapterGate:
                 victims.add(victim)
                 pages -= room.pages
                 ends -= room.ends_bytes
-        return _Claim(digest, copy, frozenset(victims))
+        return _Claim(digest, copy, frozenset(victims), suffices=pages <= 0 and ends <= 0)
 
     def _advance_claim(self, num_waiting: Callable[[bytes], int]) -> None:
         for digest in [digest for digest in self._kept if not num_waiting(digest)]:

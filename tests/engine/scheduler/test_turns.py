@@ -150,3 +150,23 @@ def test_a_pinned_adapter_in_use_is_nobodys_victim() -> None:
     assert steps_until_started(engine, 3)[3] <= LEAST_TURN + SLACK
     assert engine.pages.references(digest_of("pinned")) == 1 and engine.tiers.counters.yields == 1
     engine.close()
+
+
+def test_a_claim_finds_victims_among_those_that_begin_to_run_after_it_was_made() -> None:
+    """The only page is kept for a sequence that lacks a seat, so that at first nobody can be named."""
+    engine = make_engine(num_pages=1, num_blocks=400, max_num_seqs=2)
+    bring(engine, "first", "kept", "late")
+    engine.scheduler.add(make_request(5, request_id=1, adapter="first", tenant="a", max_tokens=900))
+    engine.scheduler.add(make_request(5, request_id=2, tenant="a", max_tokens=900))
+    steps_until_started(engine, 1, 2)
+    engine.scheduler.add(make_request(5, request_id=3, adapter="kept", tenant="a", max_tokens=900))
+    while not engine.tiers.counters.yields:
+        engine.step()
+    engine.scheduler.add(make_request(5, request_id=4, tenant="a", max_tokens=50, priority=-1))
+    steps_until_started(engine, 4)
+    assert ("link", 3) not in engine.started
+    engine.scheduler.add(make_request(5, request_id=5, adapter="late", tenant="c", max_tokens=5))
+    steps_until_started(engine, 3)
+    assert ("link", 5) not in engine.started, "the page was kept for the one before it"
+    assert steps_until_started(engine, 5)[5] <= LEAST_TURN + SLACK
+    engine.close()
