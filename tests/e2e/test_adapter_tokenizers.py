@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.adapter_kinds import Kind, save_kind
 from tests.e2e.processes import Stack
-from tests.e2e.tiny import TINY, VOCAB_SIZE, TinyZoo, ask, generate, try_upload, upload
+from tests.e2e.tiny import TINY, VOCAB_SIZE, TinyZoo, ask, endless, generate, try_upload, upload
 
 pytestmark = pytest.mark.e2e
 
@@ -90,7 +89,7 @@ def test_tokens_beyond_the_vocabulary_are_the_adapter_s_that_adds_them(
     key = tiny_stack.create_tenant("wide")
     upload(tiny_stack, key, "wide", folder)
     prompt = [5, VOCAB_SIZE + added - 1, VOCAB_SIZE, 7]
-    model = copy.deepcopy(zoo.model)
+    model = endless(zoo.model)
     model.resize_token_embeddings(VOCAB_SIZE + added)
     tokens, logprobs = generate(PeftModel.from_pretrained(model, str(folder)).eval(), prompt, 16)
     answer = ask(tiny_stack, key, "wide", prompt)

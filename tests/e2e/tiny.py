@@ -68,8 +68,7 @@ class TinyZoo:
             **options,
         )
         if self.peft is None:
-            own = copy.deepcopy(self.model)
-            self.peft = PeftModel.from_pretrained(own, str(path), adapter_name=name).eval()
+            self.peft = PeftModel.from_pretrained(endless(self.model), str(path), adapter_name=name).eval()
         else:
             self.peft.load_adapter(str(path), adapter_name=name)
         self.adapters[name] = path
@@ -80,23 +79,9 @@ class TinyZoo:
     ) -> tuple[str, tuple[float, ...]]:
         """The text that PEFT generates greedily, and the logprobs of its tokens."""
         assert self.peft is not None
-        ids = torch.tensor([prompt])
         with self._with(adapter):
-            found = self.peft.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        tokens = found.sequences[0, len(prompt) :].tolist()
-        logprobs = [
-            logits[0].log_softmax(-1)[token].item()
-            for logits, token in zip(found.logits, tokens, strict=True)
-        ]
-        return make_tokenizer().decode(tokens), tuple(logprobs)
+            tokens, logprobs = generate(self.peft, prompt, count)
+        return make_tokenizer().decode(tokens), logprobs
 
     def _with(self, adapter: str | None) -> AbstractContextManager[None]:
         assert self.peft is not None
@@ -106,10 +91,16 @@ class TinyZoo:
         return nullcontext()
 
 
+def endless(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that no token ends, as with `ignore_eos`. To be made before PEFT wraps it."""
+    own: Any = copy.deepcopy(model)
+    own.config.eos_token_id = own.generation_config.eos_token_id = None
+    return own
+
+
 @torch.inference_mode()
 def generate(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], tuple[float, ...]]:
-    """The tokens that transformers generates greedily, whatever their meaning, and their logprobs."""
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    """The tokens that transformers generates greedily, and their logprobs. `model` comes from `endless`."""
     ids = torch.tensor([prompt])
     found = model.generate(
         input_ids=ids,
@@ -121,6 +112,7 @@ def generate(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], 
         return_dict_in_generate=True,
     )
     tokens = found.sequences[0, len(prompt) :].tolist()
+    assert len(tokens) == count
     steps = zip(found.logits, tokens, strict=True)
     return tokens, tuple(logits[0].log_softmax(-1)[token].item() for logits, token in steps)
 
