@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,10 @@ class BlobReader(Protocol):
 
     def has_local(self, digest: bytes) -> bool:
         """Whether `reading` needs no network."""
+        ...
+
+    def copies(self) -> Collection[bytes]:
+        """The blobs that `discard` has something to free of."""
         ...
 
     def discard(self, digest: bytes) -> None:

@@ -90,6 +90,11 @@ class StoreCache:
         with self._changed:
             return digest in self._entries
 
+    def copies(self) -> list[bytes]:
+        """The blobs that are here."""
+        with self._changed:
+            return list(self._entries)
+
     @contextmanager
     def reading(self, digest: bytes) -> Iterator[Path]:
         """The folder of the local copy, which stays inside the context; fetches it first if need be.

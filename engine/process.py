@@ -133,7 +133,7 @@ def _register(
             core.loop.unload(digest)
 
     try:
-        registration = Registration(settings.redis_url, make_lease, follow)
+        registration = Registration(settings.redis_url, make_lease, follow, core.store.copies)
     except ValueError as error:
         raise ValueError(f"--redis-url: {error}") from error
     registration.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -32,6 +32,7 @@ class Registration:
     Args:
         make_lease: what to say now; asked before each renewal.
         on_desired: told after each renewal which adapters the engine should hold.
+        on_disk: of which adapters its disk has copies, beside those of the lease.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Registration:
         redis_url: str,
         make_lease: Callable[[], Awaitable[EngineLease]],
         on_desired: Callable[[DesiredAdapters], None],
+        on_disk: Callable[[], Collection[bytes]],
     ) -> None:
         self._redis = Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_SECONDS, socket_connect_timeout=REDIS_TIMEOUT_SECONDS
@@ -46,6 +48,7 @@ class Registration:
         self._leases = EngineLeases(self._redis)
         self._make_lease = make_lease
         self._on_desired = on_desired
+        self._on_disk = on_disk
         self._engine_id = ""
         self._is_lost = False
         self._stopping = asyncio.Event()
@@ -80,7 +83,7 @@ class Registration:
         lease = await self._make_lease()
         try:
             await self._leases.publish(lease, LEASE_SECONDS)
-            held = [bytes.fromhex(digest) for digest in lease.residency]
+            held = {bytes.fromhex(digest) for digest in lease.residency} | set(self._on_disk())
             self._on_desired(await desired_adapters(self._redis, held))
         except (RedisError, OSError) as error:
             if not self._is_lost:

@@ -180,6 +180,7 @@ def test_a_copy_that_a_reader_failed_on_is_not_believed(remote: Remote, tmp_path
 def test_a_discarded_copy_is_gone_from_disk(remote: Remote, tmp_path: Path) -> None:
     cache = open_cache(remote, tmp_path)
     read(cache, 1)
+    assert cache.copies() == [digest_of(1)]
     cache.discard(digest_of(1))
     cache.discard(digest_of(1))
     assert cache.nbytes == on_disk(tmp_path) == 0 and not cache.has_local(digest_of(1))

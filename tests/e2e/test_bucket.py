@@ -47,11 +47,12 @@ def test_an_engine_serves_from_a_bucket_and_its_disk(
     folder = zoo.add("bucket", seed=71)
     key = stack.create_tenant("acme")
     stack.upload(folder, "sql", key)
+    stack.upload(zoo.add("bucket-2", seed=72), "kept", key)
     prompt = words(20, seed=71)
     text, _ = zoo.expected("bucket", prompt, 8)
     answer = ask(stack, key, "sql", prompt, 8)
     assert (answer.text, answer.model) == (text, "sql@1")
-    assert len(copies(tmp_path)) == 1
+    (copy,) = copies(tmp_path)
 
     s3.is_away = True
     stack.engine.kill()
@@ -64,6 +65,9 @@ def test_an_engine_serves_from_a_bucket_and_its_disk(
     assert again.returncode == 0, again.stderr
     assert ask(stack, key, "other", prompt, 8).model == "other@1"
     headers = {"Authorization": f"Bearer {key}"}
+    stack.engine.kill()  # what is deleted while it is away, it learns when it is back
     for name in ("sql", "other"):
         httpx.delete(f"{stack.url}/v1/adapters/{name}", headers=headers).raise_for_status()
+    assert copies(tmp_path) == [copy]
+    stack.engine.start()
     wait_until(lambda: copies(tmp_path) == [], "the engine's copy is gone")

@@ -41,7 +41,7 @@ async def test_the_lease_is_renewed_and_withdrawn(valkey_url: str, monkeypatch: 
         count += 1
         return lease(running=count)
 
-    registration = Registration(valkey_url, make_lease, ignore)
+    registration = Registration(valkey_url, make_lease, ignore, tuple)
     registration.start()
     async with asyncio.timeout(10):
         while count < 3:
@@ -63,7 +63,7 @@ async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
-    registration = Registration(closed, make_lease, ignore)
+    registration = Registration(closed, make_lease, ignore, tuple)
     for _ in range(3):
         await registration.renew()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -86,7 +86,7 @@ async def test_stopping_without_redis_ends(caplog: pytest.LogCaptureFixture) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
-    registration = Registration(closed, make_lease, ignore)
+    registration = Registration(closed, make_lease, ignore, tuple)
     registration.start()
     await asyncio.sleep(0.05)
     async with asyncio.timeout(5):
@@ -103,7 +103,7 @@ async def test_a_stop_at_any_moment_of_a_renewal_withdraws_and_ends(
 
     async with asyncio.timeout(30):
         for moment in range(60):
-            registration = Registration(valkey_url, make_lease, ignore)
+            registration = Registration(valkey_url, make_lease, ignore, tuple)
             registration.start()
             await asyncio.sleep(0.003 + moment * 0.0001)
             await registration.stop()
@@ -111,13 +111,14 @@ async def test_a_stop_at_any_moment_of_a_renewal_withdraws_and_ends(
 
 
 async def test_what_is_desired_is_told_with_each_renewal(valkey_url: str) -> None:
-    pinned, kept, gone = (bytes([number]) * 32 for number in range(3))
+    pinned, kept, gone, left_on_disk = (bytes([number]) * 32 for number in range(4))
+    on_disk = [kept, left_on_disk]
     told: list[DesiredAdapters] = []
 
     async def make_lease() -> EngineLease:
         return dataclasses.replace(lease(), residency={kept.hex(): "device", gone.hex(): "host"})
 
-    registration = Registration(valkey_url, make_lease, told.append)
+    registration = Registration(valkey_url, make_lease, told.append, lambda: on_disk)
     async with Redis.from_url(valkey_url) as redis:
         await redis.delete(PINS, REFERENCES)
         await registration.renew()
@@ -125,6 +126,6 @@ async def test_what_is_desired_is_told_with_each_renewal(valkey_url: str) -> Non
         await redis.hset(PINS, mapping={"acme/sql": pinned.hex(), "acme/law": pinned.hex()})
         await redis.hset(REFERENCES, mapping={kept.hex(): 2, pinned.hex(): 1})
         await registration.renew()
-        assert told[-1] == DesiredAdapters(frozenset({pinned}), frozenset({gone}))
+        assert told[-1] == DesiredAdapters(frozenset({pinned}), frozenset({gone, left_on_disk}))
         await redis.delete(PINS, REFERENCES)
     await registration.stop()
