@@ -26,6 +26,7 @@ from adapters.standalone import lay_out_alone
 from adapters.validation import digest_of_layout, has_effect
 from adapters.weight_files import read_tensors
 from adapters.weights_scan import scan_weights
+from adapters.words import words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def check_folder(folder: Path, shape: BaseModelShape | None, *, allow_zero: bool
             "it, or allow it with --allow-zero."
         )
     return CheckReport(
-        digest=digest_of_layout(layout, scans),
+        digest=digest_of_layout(layout, scans, words_of(folder, own_tokenizer=False)),
         layout=layout,
         base_model=config.base_model,
         against_base=shape is not None,

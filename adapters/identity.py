@@ -3,7 +3,8 @@
 Everything under the API is keyed by the digest. It is taken over what an adapter does, not over how its files
 happen to be written: each tensor's canonical name, its module's scale, dtype, shape and bytes, and the few
 settings that no tensor shows. So the order of tensors, shards, PEFT's adapter-name infix, or `rank_pattern`
-in place of `r` do not change it, and any change of a result does.
+in place of `r` do not change it, and any change of a result does. What the files say to people is in it too
+(`adapters.words`), since whoever has a digest may fetch its files.
 
 Once an adapter is published, its digest is only a name: nothing computes it again to find the blob. Digests
 of an earlier format stay valid beside new ones; the same files uploaded anew are then one more blob.

@@ -46,14 +46,26 @@ def read_header(path: Path) -> list[TensorInfo]:
 
     Raises `InvalidAdapter` that names the fault; OSError when the file cannot be read.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        raw = _read_raw(file.read(8), size, file.read)
+    raw, size = _raw_of(path)
     data_start = 8 + len(raw)
-    tensors = [_tensor(name, entry, data_start) for name, entry in _entries(raw).items()]
+    entries, _ = _entries(raw)
+    tensors = [_tensor(name, entry, data_start) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     _check_tiling(tensors, data_start, size)
     return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What else the header of a safetensors file says. Raises as `read_header`."""
+    raw, _ = _raw_of(path)
+    return _entries(raw)[1]
+
+
+def _raw_of(path: Path) -> tuple[bytes, int]:
+    """The header, and the file's size."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return _read_raw(file.read(8), size, file.read), size
 
 
 def _read_raw(length_field: bytes, size: int, read: Any) -> bytes:
@@ -79,7 +91,8 @@ def _read_raw(length_field: bytes, size: int, read: Any) -> bytes:
     return raw
 
 
-def _entries(raw: bytes) -> dict[str, Any]:
+def _entries(raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors' entries, and the metadata."""
     # Counted in the bytes first: parsing millions of entries would cost gigabytes before they could be
     # counted.
     if any(raw.count(mark) > (MAX_TENSORS + 1) * each for mark, each in ((b":", 5), (b"[", 3), (b",", 12))):
@@ -101,7 +114,7 @@ def _entries(raw: bytes) -> dict[str, Any]:
         raise InvalidAdapter(f"The weights file holds {len(entries)} tensors; the limit is {MAX_TENSORS}.")
     if not entries:
         raise InvalidAdapter("The weights file holds no tensors; save the adapter after training it.")
-    return entries
+    return entries, metadata
 
 
 def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo:

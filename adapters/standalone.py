@@ -14,6 +14,7 @@ from adapters.tensor_names import Slot, TensorName, parse_tensor_name
 from adapters.validation import digest_of_layout
 from adapters.weight_files import read_tensors
 from adapters.weights_scan import scan_weights
+from adapters.words import words_of
 
 _MAX_LAYERS = 10_000
 
@@ -22,7 +23,7 @@ def digest_of_folder(folder: Path, tokenizer: str = "") -> bytes:
     """The digest of a valid adapter. Reads all weights. Raises `InvalidAdapter`."""
     layout = lay_out_alone(read_config(folder), read_tensors(folder))
     scans = scan_weights(folder, [part.tensor for part in layout.parts])
-    return digest_of_layout(layout, scans, tokenizer)
+    return digest_of_layout(layout, scans, words_of(folder, own_tokenizer=bool(tokenizer)), tokenizer)
 
 
 def lay_out_alone(config: LoraConfig, tensors: Sequence[StoredTensor]) -> AdapterLayout:

@@ -24,6 +24,7 @@ from adapters.reader import lay_out, read_config
 from adapters.safetensors_header import MAX_HEADER_BYTES
 from adapters.weight_files import read_tensors
 from adapters.weights_scan import TensorScan, scan_weights
+from adapters.words import words_of
 
 __all__ = ["AdapterSummary", "InvalidAdapter", "largest_weights_file", "validate"]
 
@@ -70,7 +71,7 @@ def validate(
             "it, or upload it with allow_zero=true."
         )
     return AdapterSummary(
-        digest=digest_of_layout(layout, scans, tokenizer),
+        digest=digest_of_layout(layout, scans, words_of(folder, own_tokenizer=bool(tokenizer)), tokenizer),
         rank=max((update.rank for update in _updates(layout)), default=0),
         num_tensors=len(layout.parts),
         nbytes=sum(part.tensor.nbytes for part in layout.parts),
@@ -82,15 +83,21 @@ def validate(
     )
 
 
-def digest_of_layout(layout: AdapterLayout, scans: Mapping[str, TensorScan], tokenizer: str = "") -> bytes:
-    """The digest of an adapter whose tensors have been read."""
+def digest_of_layout(
+    layout: AdapterLayout,
+    scans: Mapping[str, TensorScan],
+    words: Mapping[str, object],
+    tokenizer: str = "",
+) -> bytes:
+    """The digest of an adapter whose tensors have been read; `words` are `words_of` its files."""
     parts = (
         DigestPart(
             part.name, part.scale, part.tensor.dtype, part.tensor.shape, scans[part.tensor.name].sha256
         )
         for part in layout.parts
     )
-    return digest_of(parts, {**layout.settings, **({"tokenizer": tokenizer} if tokenizer else {})})
+    told = {"tokenizer": tokenizer, "words": words}
+    return digest_of(parts, {**layout.settings, **{name: value for name, value in told.items() if value}})
 
 
 def has_effect(layout: AdapterLayout, scans: Mapping[str, TensorScan], base_vocab_size: int) -> bool:

@@ -15,6 +15,7 @@ from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from adapters.base_model import MAX_ADDED_TOKENS
 from adapters.errors import InvalidAdapter
 from adapters.safetensors_header import MAX_HEADER_BYTES
+from adapters.standalone import digest_of_folder
 from adapters.validation import AdapterSummary, largest_weights_file, validate
 from tests.adapters.files import (
     SHAPE,
@@ -57,8 +58,7 @@ SAME: dict[str, dict[str, Any]] = {
     "infix": {"weights": tensors(infix=".default")},
     "metadata": {"weights": safetensors(tensors(), {"format": "pt"})},
     "key order": {"config_json": json.dumps(dict(reversed(config().items())), indent=3).encode()},
-    "base model's name": {"config_json": config(base_model_name_or_path="/home/me/model")},
-    "unsloth's mark": {"config_json": config(auto_mapping={"base_model_class": "X", "unsloth_fixed": True})},
+    "no metadata": {"weights": safetensors(tensors(), {})},
     "dropout": {"config_json": config(lora_dropout=0.5, peft_version="0.1")},
     "order of modules": {"config_json": config(target_modules=["down_proj", "q_proj"])},
     "regex": {"config_json": config(target_modules=r".*\.(q|down)_proj")},
@@ -103,6 +103,36 @@ OTHER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("contents", OTHER.values(), ids=OTHER.keys())
 def test_digest_changes_with_what_an_adapter_does(tmp_path: Path, contents: dict[str, Any]) -> None:
     assert digest(tmp_path / "a") != digest(tmp_path / "b", **contents)
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "base model's name": {"config_json": config(base_model_name_or_path="/home/me/model")},
+    "unsloth's mark": {"config_json": config(auto_mapping={"base_model_class": "X", "unsloth_fixed": True})},
+    "revision": {"config_json": config(revision="mine")},
+    "release": {"config_json": config(peft_version="built by me")},
+    "an unknown field that is off": {"config_json": config(my_secret=None)},
+    "metadata": {"weights": safetensors(tensors(), {"format": "pt", "run": "mine"})},
+}
+
+
+@pytest.mark.parametrize("contents", WORDS.values(), ids=WORDS.keys())
+def test_digest_changes_with_words_that_a_download_would_show(
+    tmp_path: Path, contents: dict[str, Any]
+) -> None:
+    assert digest(tmp_path / "a") != digest(tmp_path / "b", **contents)
+    assert digest_of_folder(tmp_path / "b") == digest(tmp_path / "b", **contents)
+
+
+def test_the_files_of_an_own_tokenizer_count_as_they_are(tmp_path: Path) -> None:
+    def digest_with(tokenizer_file: bytes | None, identity: str) -> bytes:
+        folder = write_adapter(tmp_path)
+        (folder / "tokenizer_config.json").unlink(missing_ok=True)
+        if tokenizer_file is not None:
+            (folder / "tokenizer_config.json").write_bytes(tokenizer_file)
+        return validate(folder, SHAPE, tokenizer=identity).digest
+
+    assert digest_with(b"{}", "ab") != digest_with(b'{"name_or_path": "/home/me"}', "ab")
+    assert digest_with(b"{}", "") == digest_with(None, "")
 
 
 def test_swapping_two_tensors_of_one_shape_changes_the_digest(tmp_path: Path) -> None:

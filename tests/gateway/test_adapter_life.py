@@ -232,6 +232,17 @@ async def test_uploads_at_once_are_versions_of_their_own(plane: ControlPlane) ->
     assert shown["live"] == 4 and len(set(plane.blobs())) == 4
 
 
+async def test_nobody_downloads_words_of_another_tenant(plane: ControlPlane) -> None:
+    """Equal weights are one blob only where the files say the same: a config names a base model to load."""
+    acme, globex = await plane.tenant("acme"), await plane.tenant("globex")
+    for headers, base in ((acme, "/home/acme/secret"), (globex, "globex/model")):
+        answer = await plane.upload(headers, adapter_files(seed=1, base_model_name_or_path=base))
+        assert answer.status_code == 201, answer.text
+    for headers, base in ((acme, "/home/acme/secret"), (globex, "globex/model")):
+        config = await done(plane, headers, "GET", "sql@1/files/adapter_config.json")
+        assert config["base_model_name_or_path"] == base
+
+
 async def test_the_store_has_a_record_of_each_change(plane: ControlPlane) -> None:
     acme = await plane.tenant("acme")
     registry: Registry = plane.services.registry
