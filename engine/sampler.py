@@ -10,7 +10,7 @@ import torch
 
 from engine.drawn_tokens import DrawnTokens
 from engine.step import RowResult, SamplingParams, StepResult, StepRow, TokenLogprobs
-from engine.token_edits import build_token_edits
+from engine.token_edits import EditLists
 from engine.transfer import Readback, pack_to_device
 from kernels.sampling import sample
 from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch
@@ -55,6 +55,7 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._readback = Readback(device)
+        self._edits = EditLists(device)
         self._columns = _columns_of([])
 
     def draw(
@@ -82,7 +83,7 @@ class Sampler:
         edited = [i for i, row in enumerate(rows) if columns.are_edited[i] or row.banned_tokens]
         return SamplingBatch(
             **pack_to_device({**columns.arrays, "positions": positions}, self._device),
-            edits=build_token_edits(rows, edited, self._device, drawn),
+            edits=self._edits.build(rows, edited, drawn),
             num_logprobs=columns.num_logprobs,
             all_greedy=columns.all_greedy,
         )

@@ -13,68 +13,115 @@ from engine.transfer import pack_to_device, to_device
 from kernels.sampling_batch import TokenEdits
 
 
-def build_token_edits(
-    rows: Sequence[StepRow], edited: Sequence[int], device: torch.device, drawn: DrawnTokens | None
-) -> TokenEdits | None:
-    """The edits of all rows, each pair of row and token once; None if there are none.
+class EditLists:
+    """Makes the edits of each step; what it knows of a sequence it keeps from one step to the next."""
 
-    A token that no host has seen is part of its row's output all the same: it is counted on the device.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lists: dict[int, _EditList] = {}
 
-    Args:
-        rows: of which all have ``sampling``.
-        edited: which of them have a bias, a ban or penalties.
+    def build(
+        self, rows: Sequence[StepRow], edited: Sequence[int], drawn: DrawnTokens | None
+    ) -> TokenEdits | None:
+        """The edits of all rows, each pair of row and token once; None if there are none.
+
+        A token that no host has seen is part of its row's output all the same: it is counted on the device.
+
+        Args:
+            rows: of which all have ``sampling``.
+            edited: which of them have a bias, a ban or penalties.
+        """
+        known, self._lists = self._lists, {}
+        entries: list[tuple[np.ndarray, ...]] = []
+        for i in edited:
+            row = rows[i]
+            edits = known.get(row.seq_id)
+            if edits is None or edits.params is not row.sampling:
+                edits = _EditList(row)
+            self._lists[row.seq_id] = edits
+            entries.append(edits.entries(row))
+        if not any(len(tokens) for tokens, *_ in entries):
+            return None
+        tokens, biases, counts, seen = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+        owner = np.repeat(np.array(edited, np.int32), [len(parts[0]) for parts in entries])
+        params = [row.sampling or SamplingParams() for row in rows]
+        columns = pack_to_device(
+            {
+                "rows": owner,
+                "tokens": tokens,
+                "biases": biases,
+                "counts": counts,
+                "seen": seen,
+                "presence": np.array([p.presence_penalty for p in params], np.float32),
+                "frequency": np.array([p.frequency_penalty for p in params], np.float32),
+                "repetition": np.array([p.repetition_penalty for p in params], np.float32),
+            },
+            self._device,
+        )
+        unseen = np.flatnonzero(tokens == UNSEEN)
+        if len(unseen):
+            assert drawn is not None, "an unseen token comes from the step before"
+            places = drawn.places([rows[i] for i in owner[unseen]])
+            _count_unseen(columns, unseen, drawn.tokens, places, len(rows))
+        return TokenEdits(**columns)
+
+
+class _EditList:
+    """The edits of one sequence, in arrays with room to grow: a step adds a token or two to hundreds.
+
+    Behind the last is always an entry for a token that no host has seen, counted once.
     """
-    entries = [entry for i in edited if (entry := _row_edits(i, rows[i])) is not None]
-    if not entries:
-        return None
-    merged = np.concatenate(entries, axis=1)
-    params = [row.sampling or SamplingParams() for row in rows]
-    owner, tokens, biases, counts, seen = merged
-    columns = pack_to_device(
-        {
-            "rows": owner.astype(np.int32),
-            "tokens": tokens.astype(np.int32),
-            "biases": biases.astype(np.float32),
-            "counts": counts.astype(np.int32),
-            "seen": seen.astype(np.bool_),
-            "presence": np.array([p.presence_penalty for p in params], np.float32),
-            "frequency": np.array([p.frequency_penalty for p in params], np.float32),
-            "repetition": np.array([p.repetition_penalty for p in params], np.float32),
-        },
-        device,
-    )
-    unseen = np.flatnonzero(tokens == UNSEEN)
-    if len(unseen):
-        assert drawn is not None, "an unseen token comes from the step before"
-        owners = [rows[int(owner[entry])] for entry in unseen]
-        _count_unseen(columns, unseen, drawn.tokens, drawn.places(owners), len(rows))
-    return TokenEdits(**columns)
 
-
-def _row_edits(index: int, row: StepRow) -> np.ndarray | None:
-    """float64 [5, E]: row, token, bias, count in the output, seen. An unseen token is an entry, the last."""
-    params = row.sampling or SamplingParams()
-    biases: dict[int, float] = dict(params.logit_bias)
-    biases.update(dict.fromkeys(row.banned_tokens, float("-inf")))
-    output = np.zeros(0, np.int64)
-    known = np.zeros(0, np.int64)
-    has_unseen = params.has_penalties and row.tokens[0] == UNSEEN
-    if params.has_penalties:
-        output = np.asarray(row.output_tokens, np.int64)
+    def __init__(self, row: StepRow) -> None:
+        params = row.sampling or SamplingParams()
+        self.params = row.sampling
+        self._is_penalized = params.has_penalties
+        self._num_counted = 0
         prompt = row.prompt_tokens if params.repetition_penalty != 1.0 else ()
-        known = np.concatenate([output, np.asarray(prompt, np.int64)])
-    if not biases and not len(known) and not has_unseen:
-        return None
-    biased = np.fromiter(biases, np.int64, len(biases))
-    tokens = np.unique(np.concatenate([known, biased]))
-    entry = np.zeros((5, len(tokens) + has_unseen))
-    entry[0], entry[1, : len(tokens)] = index, tokens
-    entry[2, np.searchsorted(tokens, biased)] = list(biases.values())
-    np.add.at(entry[3], np.searchsorted(tokens, output), 1)
-    entry[4, np.searchsorted(tokens, known)] = 1
-    if has_unseen:
-        entry[1:, -1] = UNSEEN, 0.0, 1, 1
-    return entry
+        bias = dict(params.logit_bias)
+        found = np.unique(np.array([*prompt, *bias], np.int32))
+        self._slots = {token: slot for slot, token in enumerate(found.tolist())}
+        self._tokens = np.full(0, UNSEEN, np.int32)
+        self._biases = np.zeros(0, np.float32)
+        self._counts = np.ones(0, np.int32)
+        self._seen = np.ones(0, np.bool_)
+        self._make_room(len(found) + 64)
+        self._tokens[: len(found)] = found
+        self._counts[: len(found)] = 0
+        self._seen[: len(found)] = np.isin(found, np.array(prompt, np.int32))
+        self._biases[[self._slots[token] for token in bias]] = list(bias.values())
+
+    def entries(self, row: StepRow) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, biases, counts in the output, and whether seen, as of a row of the sequence."""
+        if self._is_penalized:
+            for token in row.output_tokens[self._num_counted :]:
+                slot = self._slot_of(token)
+                self._counts[slot] += 1
+                self._seen[slot] = True
+            self._num_counted = len(row.output_tokens)
+        banned = [self._slot_of(token) for token in row.banned_tokens]
+        size = len(self._slots) + (self._is_penalized and row.tokens[0] == UNSEEN)
+        biases = self._biases[:size]
+        if banned:
+            biases = biases.copy()
+            biases[banned] = -np.inf
+        return self._tokens[:size], biases, self._counts[:size], self._seen[:size]
+
+    def _slot_of(self, token: int) -> int:
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = len(self._slots)
+            if slot + 1 == len(self._tokens):
+                self._make_room(len(self._tokens))
+            self._tokens[slot], self._counts[slot], self._seen[slot] = token, 0, False
+        return slot
+
+    def _make_room(self, count: int) -> None:
+        """For so many more entries, each of them what an unseen token has."""
+        self._tokens = np.append(self._tokens, np.full(count, UNSEEN, np.int32))
+        self._biases = np.append(self._biases, np.zeros(count, np.float32))
+        self._counts = np.append(self._counts, np.ones(count, np.int32))
+        self._seen = np.append(self._seen, np.ones(count, np.bool_))
 
 
 def _count_unseen(

@@ -23,7 +23,7 @@ class TokenEdits:
     A pair of row and token appears at most once (the builder merges), so the order of entries is no matter.
 
     Attributes:
-        rows: int32 [E], ascending; -1, at the end, marks padding.
+        rows: int32 [E], ascending; -1 marks an entry that is none: at the end, or on a GPU anywhere.
         tokens: int32 [E].
         biases: float32 [E]. 0: none.
         counts: int32 [E]. How often the token is in the row's *output* so far.

@@ -72,11 +72,13 @@ def test_penalties_count_output_and_see_the_prompt() -> None:
     penalized = replace(row(2, params, banned=(4,)), prompt_tokens=(7, 8, 7), output_tokens=(8, 3, 3))
     edits = Sampler(CPU).batch([row(1, SamplingParams()), penalized]).edits
     assert edits is not None
-    assert edits.rows.tolist() == [1, 1, 1, 1]
-    assert edits.tokens.tolist() == [3, 4, 7, 8]
-    assert edits.counts.tolist() == [2, 0, 0, 1]
-    assert edits.seen.tolist() == [True, False, True, True]
-    assert edits.biases.tolist() == [0.0, -math.inf, 0.0, 0.0]
+    columns = (edits.rows, edits.tokens, edits.biases, edits.counts, edits.seen)
+    assert sorted(zip(*(column.tolist() for column in columns), strict=True)) == [
+        (1, 3, 0.0, 2, True),
+        (1, 4, -math.inf, 0, False),
+        (1, 7, 0.0, 0, True),
+        (1, 8, 0.0, 1, True),
+    ]
     assert edits.presence.tolist() == [0.0, 0.5]
     assert edits.frequency.tolist() == [0.0, 0.25]
     assert edits.repetition.tolist() == [1.0, 2.0]
