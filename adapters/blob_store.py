@@ -162,6 +162,10 @@ class BlobStore(Protocol):
         """Writes a small JSON object, durably and at once; `path` is like ``names/acme/sql/3``."""
         ...
 
+    def read_record(self, path: str) -> dict[str, Any] | None:
+        """One record, or None if there is none."""
+        ...
+
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The records whose path begins with the folder `prefix`, with their paths."""
         ...

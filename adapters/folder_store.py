@@ -162,6 +162,13 @@ class FolderStore:
         written.rename(target)
         _sync_folder(target.parent)
 
+    def read_record(self, path: str) -> dict[str, Any] | None:
+        """One record, or None if there is none."""
+        try:
+            return json.loads(self._record(path).read_bytes())
+        except FileNotFoundError:
+            return None
+
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The records whose path begins with the folder `prefix`, with their paths."""
         for file in (self._records / check_record_path(prefix)).rglob(f"[!.]*{_RECORD_SUFFIX}"):

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from adapters.blob_store import BlobStore, Staging
+from adapters.blob_store import BlobStore, Staging, StoreUnavailable
 from adapters.registry import AdapterVersion, Registry
 from adapters.validation import AdapterSummary
 
@@ -46,6 +46,7 @@ async def publish(
     }
     async with registry.references.reserved(summary.digest):
         await asyncio.to_thread(staging.publish, summary.digest, manifest)
+        await recall(registry, store, tenant, name)
         version = await registry.add_version(tenant, name, summary, promote=promote, by=by)
     await record(registry, store, tenant, name)
     return version
@@ -69,10 +70,28 @@ async def delete(
 async def rename(
     registry: Registry, store: BlobStore, *, tenant: str, name: str, target: str, by: str = ""
 ) -> None:
-    """Gives a name's versions another name. Raises as the registry does."""
+    """Gives a name's versions another name. Raises as the registry does, and OSError when the store fails."""
+    await recall(registry, store, tenant, target)
     await registry.rename(tenant, name, target, by=by)
     await record(registry, store, tenant, target)
     await record(registry, store, tenant, name)
+
+
+async def recall(registry: Registry, store: BlobStore, tenant: str, name: str) -> None:
+    """Brings a name that comes up for the first time back from its record, if it has one: then Redis has lost
+    it, and what is written next must neither give its numbers again nor take the record's place.
+
+    Raises OSError when the store fails, or has a record that cannot be read.
+    """
+    if await registry.records.knows(tenant, name):
+        return
+    path = record_path(tenant, name)
+    try:
+        found = await asyncio.to_thread(store.read_record, path)
+        if found is not None:
+            await registry.records.restore(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreUnavailable(f"the record {path} cannot be read: {error}") from error
 
 
 async def forget_tenant(registry: Registry, store: BlobStore, tenant: str) -> None:

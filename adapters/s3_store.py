@@ -181,6 +181,11 @@ class S3Store:
         """Writes a small JSON object, durably and at once; `path` is like ``names/acme/sql/3``."""
         self.put(_record_key(path), json.dumps(record, sort_keys=True).encode())
 
+    def read_record(self, path: str) -> dict[str, Any] | None:
+        """One record, or None if there is none."""
+        raw = self.get(_record_key(path))
+        return None if raw is None else json.loads(raw)
+
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The records whose path begins with the folder `prefix`, with their paths."""
         keys = [key for key, _ in self._list(f"records/{check_record_path(prefix)}")]

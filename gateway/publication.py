@@ -99,6 +99,7 @@ async def publish_known(
     async with services.registry.references.reserved(summary.digest):
         if not await services.registry.tenant_refers(caller.tenant_id, summary.digest):
             return None
+        await lifecycle.recall(services.registry, services.store, caller.tenant_id, options.name)
         version = await services.registry.add_version(
             caller.tenant_id, options.name, summary, promote=options.promote, by=caller.key_id
         )
@@ -133,8 +134,8 @@ async def store_faults() -> AsyncIterator[None]:
     try:
         yield
     except OSError as error:
-        logger.error("an upload failed at the store: %s", error)
-        message = "The server cannot store an upload at the moment. Try again later, or tell your operator."
+        logger.error("the store failed: %s", error)
+        message = "The server cannot use its store at the moment. Try again later, or tell your operator."
         raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
 
 

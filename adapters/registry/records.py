@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from adapters.identity import check_name
-from adapters.registry.scripts import UNRECORDED, Script, check_tenant, text
+from adapters.registry.scripts import UNRECORDED, Script, check_tenant, key, text
 
 FORMAT = 1
 
@@ -128,6 +128,10 @@ class Records:
             _json([_json(event) for event in record["log"]]),
         )
         return bool(reply)
+
+    async def knows(self, tenant: str, name: str) -> bool:
+        """Whether Redis has ever heard of the name; it remembers those that were deleted."""
+        return bool(await self._redis.hexists(key("revision", check_tenant(tenant)), check_name(name)))
 
     async def outdated(self) -> Sequence[tuple[str, str]]:
         """The tenant and name of each name whose record in the store is not its last."""

@@ -15,6 +15,7 @@ from adapters.registry import AdapterNotFound
 from gateway.adapter_objects import event_object, name_object, own_name
 from gateway.auth import Principal, require
 from gateway.errors import invalid_request
+from gateway.publication import store_faults
 from gateway.schemas.adapters import CanaryBody, PromoteBody, RenameBody
 from gateway.services import Services
 
@@ -94,14 +95,15 @@ async def rename(name: str, body: RenameBody, request: Request, caller: Caller) 
     if services.engines.model_info(target) is not None:
         message = f"'{target}' is the base model's name. Choose another."
         raise invalid_request(message, param="name", code="invalid_name")
-    await lifecycle.rename(
-        services.registry,
-        services.store,
-        tenant=caller.tenant_id,
-        name=own,
-        target=target,
-        by=caller.key_id,
-    )
+    async with store_faults():
+        await lifecycle.rename(
+            services.registry,
+            services.store,
+            tenant=caller.tenant_id,
+            name=own,
+            target=target,
+            by=caller.key_id,
+        )
     return await _shown(services, caller, target)
 
 

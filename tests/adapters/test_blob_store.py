@@ -183,6 +183,8 @@ def test_records_are_kept_listed_and_deleted(store: BlobStore, reopen: OpenStore
     store.put_record("names/acme/sql/2", {"digest": "b"})
     store.put_record("names/acme-two/sql/1", {"digest": "c"})
     store.put_record("names/acme/sql/1", {"digest": "a", "live": True})
+    assert store.read_record("names/acme/sql/1") == {"digest": "a", "live": True}
+    assert store.read_record("names/acme/sql") is store.read_record("names/nobody/sql") is None
     assert sorted(reopen().list_records("names/acme"), key=str) == [
         ("names/acme/sql/1", {"digest": "a", "live": True}),
         ("names/acme/sql/2", {"digest": "b"}),

@@ -9,9 +9,9 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters import lifecycle
-from adapters.blob_store import BlobStore, open_store
+from adapters.blob_store import BlobStore, StoreUnavailable, open_store
 from adapters.cli import main
-from adapters.registry import Registry
+from adapters.registry import AdapterConflict, Registry
 from adapters.reindex import reindex
 from adapters.validation import AdapterSummary
 from tests.gateway.local_stack import LocalStack, wait_until
@@ -77,6 +77,33 @@ async def test_what_the_store_knows_comes_back(valkey_url: str, store: BlobStore
         await publish(registry, store, "acme", "gone", 5)
         version = (await registry.list("acme"))[0]
         assert (version.name, version.newest.version) == ("gone", 2)  # numbers are not given again
+
+
+async def test_an_upload_before_the_reindex_costs_no_version(valkey_url: str, store: BlobStore) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        registry = Registry(redis)
+        await fill(registry, store)
+        await redis.flushall()
+        await publish(registry, store, "acme", "sql", 5)
+        shown = await registry.show("acme", "sql")
+        assert shown is not None and [version.version for version in shown.versions] == [1, 2, 3, 4]
+        assert shown.live == shown.newest and shown.grants == ("globex",)
+        await redis.flushall()
+        await reindex(registry, store)
+        assert await registry.show("acme", "sql") == shown
+
+
+async def test_no_name_takes_the_record_of_one_that_redis_has_lost(valkey_url: str, store: BlobStore) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        registry = Registry(redis)
+        await fill(registry, store)
+        await redis.flushall()
+        await publish(registry, store, "acme", "new", 5)
+        with pytest.raises(AdapterConflict, match="There is an adapter 'sql' already"):
+            await lifecycle.rename(registry, store, tenant="acme", name="new", target="sql")
+        store.put_record("names/acme/odd", {"format": 99, "versions": {}})
+        with pytest.raises(StoreUnavailable, match="names/acme/odd"):
+            await publish(registry, store, "acme", "odd", 6)
 
 
 async def test_what_redis_has_is_not_overwritten(valkey_url: str, store: BlobStore) -> None:
