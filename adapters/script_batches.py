@@ -8,6 +8,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError
 
 
 class ScriptBatches:
@@ -48,11 +49,22 @@ class ScriptBatches:
             self._task = None
 
     async def _replies(self, calls: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Sequence[Any]:
-        """A reply or an exception for each call."""
+        """A reply or an exception for each call: one round trip, or three where Redis has lost the script."""
         try:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for keys, args in calls:
-                    await self._script(keys=keys, args=args, client=pipe)
-                return await pipe.execute(raise_on_error=False)
+            replies = await self._send(calls)
+            unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            if unknown:
+                await self._redis.script_load(self._script.script)
+                again = await self._send([calls[n] for n in unknown])
+                for n, reply in zip(unknown, again, strict=True):
+                    replies[n] = reply
+            return replies
         except Exception as error:
             return [error] * len(calls)
+
+    async def _send(self, calls: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Any]:
+        # By its hash: of a script object, redis-py asks for each pipeline whether Redis has it.
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for keys, args in calls:
+                pipe.evalsha(self._script.sha, len(keys), *keys, *args)
+            return await pipe.execute(raise_on_error=False)

@@ -45,6 +45,25 @@ async def test_who_asks_during_a_round_trip_shares_the_next(redis: Redis) -> Non
     assert len(sizes) <= 3, "forty callers at once need two round trips, not forty"
 
 
+async def test_a_call_is_one_round_trip(redis: Redis) -> None:
+    batches, _ = _batches(redis)
+    await batches([], ["first"])
+    before = await redis.info("commandstats")
+    assert await batches([], ["second"]) == "second"
+    after = await redis.info("commandstats")
+    calls = {name: stats["calls"] - before.get(name, {"calls": 0})["calls"] for name, stats in after.items()}
+    assert {name: count for name, count in calls.items() if count and name != "cmdstat_info"} == {
+        "cmdstat_evalsha": 1
+    }
+
+
+async def test_a_script_that_redis_has_lost_is_sent_again(redis: Redis) -> None:
+    batches, _ = _batches(redis)
+    await batches([], ["first"])
+    await redis.script_flush()
+    assert await asyncio.gather(*(batches([], [str(n)]) for n in range(3))) == ["0", "1", "2"]
+
+
 async def test_each_caller_gets_its_own_error(redis: Redis) -> None:
     batches, _ = _batches(redis)
     first, bad, last = await asyncio.gather(
