@@ -47,7 +47,7 @@ def _attend(
             mask = mask & (d < HEAD_DIM)[None, :]
         # What lies beyond the context is not read at all, so nothing stale can come through.
         k = tl.load(k_cache + row[:, None] + d[None, :], mask, 0.0)
-        # Scaled here, not with the exponential as below: ptxas then gives decode more registers for its loads.
+        # Scaled here, not with the exponential as below: ptxas then gives the loads of decode more registers.
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(live[None, :] & (token[None, :] < visible[:, None]), scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
