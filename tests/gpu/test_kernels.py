@@ -66,7 +66,7 @@ def fill(static: LoraPlan, plan: LoraPlan) -> None:
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_shrink_beside_the_base_product_in_a_graph(rows: int) -> None:
-    """Base products of both kinds, one layer after another, so that a product's inputs are the ones before."""
+    """Base products of both kinds, each product's inputs being the results before."""
     groups = ["o", "qkv", "o"]
     pools = [make_pool(group, 70) for group in groups]
     weights = [torch.randn(p.splits[-1], 4096, dtype=torch.bfloat16, device="cuda") / 64 for p in pools]
