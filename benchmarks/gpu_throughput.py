@@ -282,6 +282,8 @@ def table(report: Mapping[str, Mapping[str, float]], bandwidth: float) -> str:
             theirs = VLLM[name][i : i + 1]
             cells.append(f"{ours} ({theirs[0]:.{digits}f})" if theirs else ours)
         lines.append(f"{name:>8} " + " ".join(f"{cell:>17}" for cell in cells))
+        if "step_256" not in figures:
+            continue
         below = floors(name, bandwidth)
         cells = [f"{below[column]:.2f}" if column in below else "" for column in COLUMNS]
         lines.append(f"{'floor':>8} " + " ".join(f"{cell:>17}" for cell in cells))
