@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from adapters.blob_store import BlobReader, open_reader
-from engine.adapter_tiers import AdapterTiers
+from engine.adapter_tiers import NUM_READERS, AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.host_memory import available_ram
 from engine.loop import EngineLoop
@@ -72,9 +72,11 @@ def assemble(settings: EngineSettings) -> Core:
         )
     release_threads()  # of this thread: from here on the loop's computes
 
+    readers = threading.Semaphore(NUM_READERS)
+
     def read(digest: bytes) -> HostAdapter:
         try:
-            with store.reading(digest) as folder:
+            with store.reading(digest) as folder, readers:
                 return read_adapter(folder, model.network, pin=device == "cuda")
         finally:
             release_threads()
@@ -122,13 +124,19 @@ def _make_runner(settings: EngineSettings, model: LoadedModel, memory: MemoryPla
 def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: SchedulerLimits) -> MemoryPlan:
     step = None
     if model.device.type == "cuda":
-        step = measure_step_memory(
-            model,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_lora_rank=settings.max_lora_rank,
-            has_graphs=not settings.enforce_eager,
-        )
+        try:
+            step = measure_step_memory(
+                model,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_lora_rank=settings.max_lora_rank,
+                has_graphs=not settings.enforce_eager,
+            )
+        except torch.OutOfMemoryError as error:
+            raise NotEnoughMemory(
+                f"Beside the weights the device has no room for a step of {limits.max_num_batched_tokens} "
+                "tokens; lower --max-num-batched-tokens or --max-num-seqs."
+            ) from error
     return plan_memory(
         model.config,
         model.dtype,

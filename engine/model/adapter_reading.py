@@ -27,6 +27,8 @@ _GROUP_OF = {
     for group, projections in PROJECTION_GROUPS.items()
     for m, projection in enumerate(projections)
 }
+_MOST_RESERVED = 64
+"""Adapters whose host memory is page-locked at the start. Of a small model they are small, and soon locked."""
 _NUM_VECTORS = 2
 """Rows above the ranks in the last page, of an adapter that has any."""
 
@@ -71,7 +73,7 @@ def reserve_host_memory(network: LlamaModel, *, nbytes: int, max_rank: int) -> N
     """
     held: list[dict[str, GroupWeights]] = []
     num_pages = pages_of_rank(max_rank)
-    while nbytes > 0:
+    while nbytes > 0 and len(held) < _MOST_RESERVED:
         groups, taken = _empty_groups(num_pages, network.config, network.dtype, pin=True)
         held.append(groups)
         nbytes -= taken
