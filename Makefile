@@ -51,7 +51,7 @@ bench: $(READY) ## time the whole stack on this machine; writes JSON into benchm
 lock: ## pin what pyproject.toml asks for
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet --upgrade pip
-	build/lock/bin/pip install --quiet hatchling editables "torch==2.13.0" "triton==3.6.0" ".[engine,embedded,dev]"
+	build/lock/bin/pip install --quiet hatchling editables "torch==2.13.0" "triton==3.6.0" ".[engine,s3,embedded,dev]"
 	build/lock/bin/pip freeze --exclude loraplex | sed 's/+cpu$$//' > requirements.lock
 	rm -rf build/lock
 
