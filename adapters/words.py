@@ -7,13 +7,13 @@ base model that somebody else chose.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from adapters.adapter_files import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, is_weights
+from adapters.blob_store import sha256_of
 from adapters.peft_config import HANDLED, HARMLESS, REFUSED
 from adapters.safetensors_header import read_metadata
 from adapters.strict_json import load_object
@@ -31,7 +31,7 @@ def words_of(folder: Path, *, own_tokenizer: bool) -> Mapping[str, object]:
     """
     words = {file.name: said for file in sorted(folder.iterdir()) if (said := _words_in(file))}
     if own_tokenizer:
-        words |= {name: _sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
+        words |= {name: sha256_of(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
     return words
 
 
@@ -64,8 +64,3 @@ def _is_sizes(metadata: Any) -> bool:
     return metadata is None or (
         isinstance(metadata, dict) and all(type(value) is int for value in metadata.values())
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,7 @@ _RETRY_AFTER_S = 5
 
 
 class UploadSlots:
-    """Slots for transfers of bytes, so many for each tenant."""
+    """Slots for what moves or reads whole adapters, so many for each tenant."""
 
     def __init__(self, per_tenant: int) -> None:
         self._per_tenant = per_tenant
@@ -22,7 +22,9 @@ class UploadSlots:
     def taken(self, tenant: str) -> Iterator[None]:
         """Holds a slot for the block. Raises ApiError 429 when the tenant has all of its own."""
         if self._taken[tenant] >= self._per_tenant:
-            raise too_many_uploads(f"{self._per_tenant} uploads of this tenant run at the moment")
+            raise too_many_uploads(
+                f"{self._per_tenant} uploads or comparisons of this tenant run at the moment"
+            )
         self._taken[tenant] += 1
         try:
             yield

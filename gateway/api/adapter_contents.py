@@ -63,10 +63,12 @@ async def diff(
     modules: list[dict[str, Any]] = []
     if first.digest != second.digest:
         shape = shape_of(model_for_uploads(services))
-        async with _present(first, second):
-            described, modules = await anyio.to_thread.run_sync(
-                _compare_blobs, services.store, first.digest, second.digest, shape
-            )
+        # It reads as much as two uploads, and works in the threads that everybody's uploads need.
+        with services.upload_slots.taken(caller.tenant_id):
+            async with _present(first, second):
+                described, modules = await anyio.to_thread.run_sync(
+                    _compare_blobs, services.store, first.digest, second.digest, shape
+                )
         fields = [shown | more for shown, more in zip(fields, described, strict=True)]
     return {
         "object": "adapter.diff",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,19 @@ async def test_uploads_at_once_are_versions_of_their_own(plane: ControlPlane) ->
         item["version"]: item["digest"] for item in made
     }
     assert shown["live"] == 4 and len(set(plane.blobs())) == 4
+
+
+async def test_comparisons_of_a_tenant_are_as_many_as_its_uploads(plane: ControlPlane) -> None:
+    acme, globex = await plane.tenant("acme"), await plane.tenant("globex")
+    for headers in (acme, globex):
+        for seed in (1, 2):
+            await upload(plane, headers, seed)
+    with ExitStack() as held:
+        for _ in range(plane.services.settings.uploads_per_tenant):
+            held.enter_context(plane.services.upload_slots.taken("acme"))
+        assert await error(plane, acme, "GET", "sql/diff?from=1&to=2") == (429, "too_many_uploads")
+        await done(plane, globex, "GET", "sql/diff?from=1&to=2")
+    await done(plane, acme, "GET", "sql/diff?from=1&to=2")
 
 
 async def test_nobody_downloads_words_of_another_tenant(plane: ControlPlane) -> None:
