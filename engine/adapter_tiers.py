@@ -19,9 +19,11 @@ from engine.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
-NUM_LOAD_THREADS = 2
-"""Two reads at once hide each other's latency; more would compete with the step for the interpreter."""
-MAX_LOADS = 2 * NUM_LOAD_THREADS
+NUM_LOAD_THREADS = 4
+"""So many wait for a store at once; of those, fewer compute (`NUM_READERS`)."""
+NUM_READERS = 2
+"""Who lays weights out competes with the step for cores and for the interpreter."""
+MAX_LOADS = NUM_LOAD_THREADS + NUM_READERS
 """Loads under way, queued ones included. Few, so that whoever is asked for next, in the order of fairness,
 does not stand behind all the adapters that somebody else has named at once."""
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
 from engine.outputs import LinkOutput
 from engine.scheduler import Scheduler
-from engine.scheduler.adapter_gate import AdapterGate, AdapterMemory, AdapterStatus, Residency
+from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
 from engine.step import StepPlan, StepResult
 

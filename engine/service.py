@@ -15,10 +15,10 @@ from dataclasses import replace
 import grpc
 from grpc.aio import ServicerContext
 
+from engine.adapter_status import AdapterStatus, Residency
 from engine.link import Link
 from engine.loop import EngineLoop, LoopStatus
 from engine.outputs import Finished, LinkOutput
-from engine.scheduler.adapter_gate import AdapterStatus, Residency
 from engine.sequence import FinishReason
 from engine.submission import DIGEST_BYTES, InvalidSubmit, parse_submit
 from protos import engine_pb2 as pb

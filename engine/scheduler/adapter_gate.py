@@ -19,15 +19,15 @@ for what is `expect`ed, and for pinned adapters, which stay once they are here.
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.adapter_counters import AdapterCounters, AdapterHistory
+from engine.adapter_counters import AdapterHistory
+from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
 from engine.adapter_tiers import MAX_LOADS, AdapterTiers, LoadFailed
 from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages
@@ -44,49 +44,6 @@ WriteAdapter = Callable[[Sequence[int], Any], Callable[[], bool] | None]
 returns says whether the copy has landed; None: it has."""
 DropAdapter = Callable[[Sequence[int]], None]
 """``Runner.drop_adapter``: gives back what an adapter in these pages has outside them."""
-
-
-class Residency(enum.IntEnum):
-    """The fastest tier that holds an adapter; the numbers are the wire's."""
-
-    NONE = 0
-    DISK = 1
-    HOST = 2
-    DEVICE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterStatus:
-    """Where an adapter is, who uses it, and what it has been through."""
-
-    digest: bytes
-    residency: Residency
-    rank: int = 0
-    num_pages: int = 0
-    references: int = 0
-    is_pinned: bool = False
-    history: AdapterHistory = field(default_factory=AdapterHistory)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterMemory:
-    """How full the tiers are, and what has happened in them since the start."""
-
-    num_pages: int = 0
-    num_free_pages: int = 0
-    num_pinned_pages: int = 0
-    host_bytes: int = 0
-    counters: AdapterCounters = field(default_factory=AdapterCounters)
-
-    def figures(self) -> dict[str, float]:
-        """All of it by name: those of the fields here, and of `AdapterCounters`."""
-        return {
-            "num_pages": self.num_pages,
-            "num_free_pages": self.num_free_pages,
-            "num_pinned_pages": self.num_pinned_pages,
-            "host_bytes": self.host_bytes,
-            **self.counters.sums(),
-        }
 
 
 @dataclass(slots=True)
@@ -243,7 +200,7 @@ class AdapterGate:
     def pin(self, digests: frozenset[bytes]) -> None:
         """Says which adapters are to be brought when there is room, and to stay: these, and no others."""
         self._ahead.pin(digests)
-        self._tiers.pin(digests)
+        self._tiers.pin(digests - self._pages.pinned())
         for digest in self._pages.pinned() - digests:
             self._pages.unpin(digest)
 
@@ -365,6 +322,8 @@ class AdapterGate:
         for digest in self._ahead.expected():
             if self._may_load(digest, num_waiting):
                 self._tiers.want(digest)
+        if self._ahead.pinned:
+            self._tiers.pin(self._ahead.pinned - self._pages.pinned())
 
     def _may_load(self, digest: bytes, num_waiting: Callable[[bytes], int]) -> bool:
         """Whether an adapter that nobody waits for may be read: half of the loads are kept for others."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from adapters.blob_store import MANIFEST_FILE
 from adapters.store_cache import StoreCache
+from engine.adapter_status import Residency
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool, root_hash
 from engine.model.adapter_reading import read_adapter
@@ -22,7 +23,7 @@ from engine.model.loading import LoadedModel
 from engine.rank_pages import RankPages
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.scheduler.adapter_gate import AdapterGate, Residency
+from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
 from engine.step import SamplingParams
 from kernels.native import release_threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import machine
 from engine.model.loading import LoadedModel, load_model
 from engine.sequence import Sequence
 from tests.adapter_kinds import ENDS, VECTORS, save_kind
@@ -159,6 +161,24 @@ def test_a_reload_makes_one_copy(make: Make) -> None:
         assert engine.tokens[9, 0] == expected
         loads = engine.gate.status(digest_of("a1")).history.loads
         assert loads == engine.tiers.counters.loads_store == engine.store.fetched.count(digest_of("a1"))
+
+
+def test_memory_is_flat_over_loads_and_unloads(make: Make) -> None:
+    names = ["a1", "a2", "a3", "a4", "wide", "narrow", *KINDS]
+    with make(num_pages=8) as engine:
+        resident = []
+        for count in range(401):
+            if count in (100, 400):
+                resident.append(machine.memory(os.getpid()))
+            name = names[count % len(names)]
+            engine.prefetch(name)
+            engine.run()
+            assert engine.on_device() == {digest_of(name)}
+            engine.gate.unload(digest_of(name))
+            engine.run()
+        engine.check_tiers_agree([])
+        # A copy is 0.2 to 0.9 MB: 300 that stayed would be a hundred.
+        assert resident[1] - resident[0] < 10e6
 
 
 def test_references_of_many_choices_return_to_zero(make: Make) -> None:

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 import pytest
 from builders import expected_output, hold_reads, make_engine, make_request, step_until
 
+from engine.adapter_status import Residency
 from engine.adapter_tiers import MAX_LOADS
 from engine.host_copy import HostCopy
-from engine.scheduler.adapter_gate import Residency
 
 
 def test_nobody_waits_for_another_ones_load() -> None:
