@@ -23,6 +23,7 @@ from gateway.tokenizer import ModelTokenizer, Tokenizers
 from gateway.tokenizer_check import Unfit, judge
 from gateway.tokenizer_effect import EFFECT_FILE, TokenizerEffect, identity_of
 from protos.engine_pb2 import ModelInfo
+from tests.gateway.fake_engine import TOKENIZER_FILES
 from tests.model_zoo import smollm2_path
 
 Files = dict[str, bytes]
@@ -53,6 +54,12 @@ def base() -> Files:
     return tokenizer_files(GgufFile(smollm2_path()).metadata)
 
 
+@pytest.fixture
+def small() -> Files:
+    """The files of a tokenizer of 462 tokens, for what needs no real one."""
+    return TOKENIZER_FILES
+
+
 @pytest.fixture(scope="module")
 def base_folder(base: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(base, tmp_path_factory.mktemp("base"))
@@ -62,12 +69,12 @@ MODEL, ADAPTER = b"m" * 32, b"a" * 32
 
 
 @pytest.fixture
-async def tokenizers(base: Files, tmp_path: Path) -> OwnTokenizers:
+async def tokenizers(small: Files, tmp_path: Path) -> OwnTokenizers:
     """Reads every blob's files from one folder, `own`."""
     of_models = Tokenizers()
 
     async def fetch() -> Files:
-        return base
+        return small
 
     await of_models.load(MODEL, fetch)
     return OwnTokenizers(of_models, lambda digest, name: (tmp_path / "own" / name).read_bytes())
@@ -200,7 +207,7 @@ def token(number: int, text: str, **flags: bool) -> dict[str, Any]:
 
 
 def extra_token(**flags: Any) -> Callable[[dict[str, Any]], None]:
-    number, text = flags.pop("id", 49152), flags.pop("content", "<x>")
+    number, text = flags.pop("id", 462), flags.pop("content", "<x>")
     return lambda document: document["added_tokens"].append(token(number, text, **flags))
 
 
@@ -240,10 +247,10 @@ HOSTILE: dict[str, tuple[Callable[[Files], Files], str]] = {
     "lstrip": (lambda base: changed(base, extra_token(lstrip=True)), "sets lstrip on the token '<x>'"),
     "single_word": (lambda base: changed(base, extra_token(single_word=True)), "sets single_word"),
     "a long token": (lambda base: changed(base, extra_token(content="x" * 300)), "a token of 300 characters"),
-    "a gap": (lambda base: changed(base, extra_token(id=60_000)), "number 60000, but it comes to be 49152"),
+    "a gap": (lambda base: changed(base, extra_token(id=600)), "number 600, but it comes to be 462"),
     "too many": (
         lambda base: changed(
-            base, lambda d: d["added_tokens"].extend(token(49152 + i, f"<{i}>") for i in range(70_000))
+            base, lambda d: d["added_tokens"].extend(token(462 + i, f"<{i}>") for i in range(70_000))
         ),
         "adds more than 65,536 tokens",
     ),
@@ -268,7 +275,7 @@ HOSTILE: dict[str, tuple[Callable[[Files], Files], str]] = {
 def template_processing(repeats: int) -> dict[str, Any]:
     piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    special = {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}}
+    special = {"<|im_end|>": {"id": "<|im_end|>", "ids": [257], "tokens": ["<|im_end|>"]}}
     return {
         "type": "TemplateProcessing",
         "single": [*[piece] * repeats, sequence],
@@ -278,36 +285,34 @@ def template_processing(repeats: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_not_served_exactly_is_refused_by_name(base: Files, kind: str) -> None:
+def test_what_is_not_served_exactly_is_refused_by_name(small: Files, kind: str) -> None:
     make, sentence = HOSTILE[kind]
     with pytest.raises(Unfit, match=sentence):
-        judge(make(base), base)
+        judge(make(small), small)
 
 
 async def test_what_counts_lies_beside_the_files_and_what_does_not_is_removed(
-    base: Files, tokenizers: OwnTokenizers, tmp_path: Path
+    small: Files, tokenizers: OwnTokenizers, tmp_path: Path
 ) -> None:
     folder = write({"chat_template.jinja": TEMPLATE.encode(), "adapter_config.json": b"{}"}, tmp_path / "own")
     identity = await tokenizers.take(folder, MODEL)
     data = (folder / EFFECT_FILE).read_bytes()
     assert identity == identity_of(data)
     assert TokenizerEffect.from_bytes(data).chat_template == TEMPLATE
-    same = write({**base, "adapter_config.json": b"{}"}, tmp_path / "same")
+    same = write({**small, "adapter_config.json": b"{}"}, tmp_path / "same")
     assert await tokenizers.take(same, MODEL) == ""
     assert [path.name for path in same.iterdir()] == ["adapter_config.json"]
     await check_own_tokenizer(same, 10)
 
 
 async def test_a_token_without_weights_is_refused(
-    base: Files, tokenizers: OwnTokenizers, tmp_path: Path
+    small: Files, tokenizers: OwnTokenizers, tmp_path: Path
 ) -> None:
-    folder = write(changed(base, extra_token()), tmp_path / "own")
+    folder = write(changed(small, extra_token()), tmp_path / "own")
     await tokenizers.take(folder, MODEL)
-    await check_own_tokenizer(folder, 49153)
-    with pytest.raises(
-        ApiError, match="'<x>' as number 49152, but the adapter and its base model have 49152"
-    ):
-        await check_own_tokenizer(folder, 49152)
+    await check_own_tokenizer(folder, 463)
+    with pytest.raises(ApiError, match="'<x>' as number 462, but the adapter and its base model have 462"):
+        await check_own_tokenizer(folder, 462)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,7 @@ async def test_files_that_would_exhaust_the_gateway_exhaust_a_process_of_their_o
 
 
 async def test_a_tokenizer_is_loaded_once_for_all_that_have_it(
-    base: Files, tokenizers: OwnTokenizers, tmp_path: Path
+    small: Files, tokenizers: OwnTokenizers, tmp_path: Path
 ) -> None:
     folder = write({"chat_template.jinja": TEMPLATE.encode()}, tmp_path / "own")
     model = resolved(await tokenizers.take(folder, MODEL))
