@@ -163,6 +163,20 @@ def test_a_reload_makes_one_copy(make: Make) -> None:
         assert loads == engine.tiers.counters.loads_store == engine.store.fetched.count(digest_of("a1"))
 
 
+def test_what_lies_beside_the_pages_goes_with_its_adapter(make: Make) -> None:
+    with make(num_pages=8) as engine:
+        for name in ("ends", "a1"):
+            engine.prefetch(name)
+            engine.run()
+        beside = engine.runner._ends._by_page
+        adapter = engine.pages.resident(digest_of("ends"))
+        assert adapter is not None and list(beside) == [adapter.pages[0]]
+        engine.gate.unload(digest_of("ends"))
+        engine.run()
+        assert not beside
+        engine.check_tiers_agree(["a1"])
+
+
 def test_memory_is_flat_over_loads_and_unloads(make: Make) -> None:
     names = ["a1", "a2", "a3", "a4", "wide", "narrow", *KINDS]
     with make(num_pages=8) as engine:
