@@ -28,7 +28,7 @@ _GROUP_OF = {
     for m, projection in enumerate(projections)
 }
 _MOST_RESERVED = 64
-"""Adapters whose host memory is page-locked at the start; those of a small model are small, and soon locked."""
+"""Adapters whose host memory is page-locked at the start: those of a small model are soon locked."""
 _NUM_VECTORS = 2
 """Rows above the ranks in the last page, of an adapter that has any."""
 

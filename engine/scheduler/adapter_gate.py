@@ -152,7 +152,8 @@ class AdapterGate:
             # A step waits for the copies before it; that may delay whoever asked, and nobody else.
             if self._idle or digest not in self._landing:
                 return True
-            self._keep(digest)
+            if not self._pages.references(digest):
+                self._keep(digest)
             return False
         copy = self._tiers.want(digest)
         may_claim = claim is None or (claim.digest == digest and not claim.suffices)
@@ -366,7 +367,10 @@ class AdapterGate:
             self._claim = None
 
     def _keep(self, digest: bytes) -> None:
-        """Lets nobody else have the pages until the first sequence that waits for them runs."""
+        """Lets nobody else have the pages until the first sequence that waits for them runs.
+
+        What is kept has no running sequence, so it is never a claim's victim.
+        """
         if digest not in self._kept:
             self._pages.acquire(digest)
             self._kept.add(digest)

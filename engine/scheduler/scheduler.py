@@ -180,10 +180,10 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in a step that has run: new tokens, blocks that are full now, sequences that end."""
-        outcomes = iter(result.rows)
+        outcomes, find = iter(result.rows), self._roster.get
         for row in plan.rows:
             outcome = next(outcomes) if row.sampling is not None else None
-            seq = self._roster.get(row.seq_id)
+            seq = find(row.seq_id)
             if seq is None:
                 continue
             if outcome is not None:
@@ -226,12 +226,13 @@ class Scheduler:
         running, all_fit, index = self._running, True, 0
         while index < len(running):
             seq = running[index]
-            if seq.num_missing == 1 and not seq.is_ending:
+            length = len(seq.tokens) + seq.num_unseen
+            if length - seq.num_computed == 1 and length < seq.request.max_len:
                 if not self._tables.prepare_write(seq, step.copies):
                     self._preempt(running[-1])
                     all_fit = False
                     continue
-                self._plan_row(step, seq)
+                self._plan_row(step, seq, 1)
             index += 1
         return all_fit
 
@@ -242,7 +243,7 @@ class Scheduler:
         planned = {row.seq_id for row in step.rows}
         for seq in self._running:
             if step.budget > 0 and seq.seq_id not in planned and not seq.is_ending:
-                self._plan_row(step, seq)
+                self._plan_row(step, seq, min(seq.num_missing, step.budget))
 
     def _admit(self, step: _Step) -> None:
         """Starts waiting sequences while there are budget, seats, blocks and pages.
@@ -269,11 +270,10 @@ class Scheduler:
                 return
             seats -= 1 + len(seq.siblings)
             self._start(seq)
-            self._plan_row(step, seq)
+            self._plan_row(step, seq, min(seq.num_missing, step.budget))
 
-    def _plan_row(self, step: _Step, seq: Sequence) -> None:
-        """Adds the next tokens of a sequence to the step, as many as the budget allows, and charges them."""
-        count = min(seq.num_missing, step.budget)
+    def _plan_row(self, step: _Step, seq: Sequence, count: int) -> None:
+        """Adds the next tokens of a sequence to the step, and charges them."""
         row = make_row(seq, count)
         step.rows.append(row)
         step.budget -= count

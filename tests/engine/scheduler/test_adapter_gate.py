@@ -307,3 +307,23 @@ def test_what_is_on_its_way_to_the_device_is_not_evicted_for_the_next(depth: int
     assert engine.runner.num_writes == 6, "each was copied once"
     engine.check_all_free()
     engine.close()
+
+
+def test_a_claim_comes_to_its_pages_though_their_adapter_was_still_on_its_way() -> None:
+    engine = make_engine(num_pages=1)
+    engine.runner.landing_steps = 1000
+    for name in ("a", "b"):
+        engine.store.add(name, 16)
+    requests = [make_request(5, request_id=n, adapter=name, max_tokens=8) for n, name in enumerate("aab")]
+    engine.scheduler.add(requests[0])
+    while not engine.scheduler.num_running:
+        engine.wait_for_loads()
+        engine.step()
+    for request in requests[1:]:
+        engine.scheduler.add(request)
+        engine.wait_for_loads()
+    engine.run(max_steps=2000)
+    for request in requests:
+        assert engine.tokens["link", request.request_id, 0] == expected_output(request)
+    engine.check_all_free()
+    engine.close()
