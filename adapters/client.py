@@ -34,6 +34,8 @@ class Exit(IntEnum):
 
 
 _EXIT_OF_STATUS = {401: Exit.NOT_AUTHORISED, 403: Exit.NOT_AUTHORISED, 404: Exit.NOT_FOUND}
+_EXIT_OF_CODE = {"pull_not_allowed": Exit.REFUSED}
+"""What no other key would change."""
 
 
 class ClientError(Exception):
@@ -161,12 +163,13 @@ class AdaptersClient:
 
 
 def _refusal(answer: httpx.Response) -> ClientError:
-    return ClientError(_reason(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
-
-
-def _reason(answer: httpx.Response) -> str:
     """The server's message, or what can be said without one."""
+    status = answer.status_code
+    exit_code = _EXIT_OF_STATUS.get(status, Exit.REFUSED)
     try:
-        return str(answer.json()["error"]["message"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return f"The server answered {answer.status_code} {answer.reason_phrase} without a reason."
+        error = answer.json()["error"]
+        return ClientError(str(error["message"]), _EXIT_OF_CODE.get(error.get("code"), exit_code))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ClientError(
+            f"The server answered {status} {answer.reason_phrase} without a reason.", exit_code
+        )

@@ -137,8 +137,8 @@ class FakeGateway:
         return newest | {"live": newest["version"], "canary": None, "pinned": False}
 
 
-def refusal(status: int, message: str) -> Response:
-    return _error(status, message)
+def refusal(status: int, message: str, *, code: str | None = None) -> Response:
+    return _error(status, message, code)
 
 
 def plain(status: int, text: str) -> Response:
@@ -165,6 +165,6 @@ def serve(gateway: FakeGateway) -> Iterator[FakeGateway]:
         thread.join()
 
 
-def _error(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+def _error(status: int, message: str, code: str | None = None) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": error}, status)

@@ -153,6 +153,13 @@ def test_a_refusal_is_exit_1_with_the_servers_words(
     assert (result.exit_code, result.out, result.err) == (1, "", "error: The tensor 'x' holds NaN.\n")
 
 
+def test_what_no_key_may_do_is_no_fault_of_the_key(gateway: FakeGateway, run: Run) -> None:
+    for code, exit_code in (("pull_not_allowed", 1), ("missing_scope", 4)):
+        gateway.answer = refusal(403, "Not here.", code=code)
+        result = run("pull", "hf:acme/lora", "--name", "sql")
+        assert (result.exit_code, result.err) == (exit_code, "error: Not here.\n")
+
+
 def test_an_answer_of_something_else(gateway: FakeGateway, folder: Path, run: Run) -> None:
     gateway.answer = plain(502, "<html>Bad gateway</html>")
     result = run("upload", folder, "--name", "sql")
