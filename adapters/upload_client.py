@@ -35,12 +35,8 @@ class UploadInterrupted(Exception):
     """The connection is lost, and did not come back; the same upload goes on from there. One sentence."""
 
 
-class _StartAnew(Exception):
+class _StartAnew(UploadRefused):
     """The server knows no such upload, or has found that a file is not what was announced."""
-
-    def __init__(self, answer: httpx.Response) -> None:
-        super().__init__()
-        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +85,10 @@ def upload(http: httpx.Client, adapter: LocalAdapter, on_sent: Callable[[int], N
             for file in begun["files"]:
                 _send_file(http, begun["id"], adapter.folder / file["name"], file["offset"], progress)
             return _json(http.post(f"{_ROUTE}/{begun['id']}/complete"))
-        except _StartAnew as lost:
+        except _StartAnew:
             progress.nothing_is_there()
             if start == _STARTS - 1:
-                raise UploadRefused(lost.answer) from None
+                raise
         except httpx.TransportError as error:
             raise UploadInterrupted(_lost(error)) from None
     raise AssertionError("the last start has returned or raised")

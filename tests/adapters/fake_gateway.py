@@ -28,6 +28,7 @@ class FakeGateway:
     received: int = 0
     discard: bool = False
     answer: Response | None = None
+    refusal_to_begin: Response | None = None
     url: str = ""
 
     def app(self) -> FastAPI:
@@ -43,7 +44,7 @@ class FakeGateway:
         @app.post("/v1/adapter-uploads")
         async def begin(request: Request) -> Response:
             self.announced = await request.json()
-            return JSONResponse(self._session(), 201)
+            return self.refusal_to_begin or JSONResponse(self._session(), 201)
 
         @app.get("/v1/adapter-uploads/{upload_id}")
         def show_upload(upload_id: str) -> dict[str, Any]:

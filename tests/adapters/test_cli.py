@@ -153,6 +153,16 @@ def test_a_refusal_is_exit_1_with_the_servers_words(
     assert (result.exit_code, result.out, result.err) == (1, "", "error: The tensor 'x' holds NaN.\n")
 
 
+@pytest.mark.parametrize("status", [404, 409])
+def test_an_upload_that_cannot_begin_is_refused_with_the_servers_words(
+    gateway: FakeGateway, folder: Path, run: Run, status: int
+) -> None:
+    gateway.refusal_to_begin = refusal(status, "There is no route POST /v1/adapter-uploads.")
+    result = run("upload", folder, "--name", "sql")
+    assert result.err == "error: There is no route POST /v1/adapter-uploads.\n"
+    assert result.exit_code == (5 if status == 404 else 1)
+
+
 def test_what_no_key_may_do_is_no_fault_of_the_key(gateway: FakeGateway, run: Run) -> None:
     for code, exit_code in (("pull_not_allowed", 1), ("missing_scope", 4)):
         gateway.answer = refusal(403, "Not here.", code=code)
