@@ -28,6 +28,19 @@ _PARENTS = {
 _BACK_TO_HIDDEN = ("o_proj", "down_proj")
 
 
+def llama_modules(*, hidden: int, inner: int, q_out: int, kv_out: int) -> dict[str, tuple[int, int]]:
+    """(in, out) features of each linear layer of a decoder layer of the Llama family, by PEFT's name."""
+    return {
+        "q_proj": (hidden, q_out),
+        "k_proj": (hidden, kv_out),
+        "v_proj": (hidden, kv_out),
+        "o_proj": (q_out, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class BaseModelShape:
     """What of a base model an adapter must fit."""

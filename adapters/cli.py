@@ -16,9 +16,12 @@ from adapters.client import ClientError, Exit
 from adapters.commands import aliases, contents, grants, store
 from adapters.commands.shared import (
     DEFAULT_URL,
+    AllowZero,
     ApiKey,
     AsJson,
     Name,
+    NewName,
+    Promote,
     Url,
     connect,
     meaning,
@@ -79,13 +82,9 @@ def upload(
             help=f"The folder that PEFT's save_pretrained wrote, with {CONFIG_FILE} and {WEIGHTS_FILE}.",
         ),
     ],
-    name: Annotated[str, typer.Option("--name", help="What to call it: a-z, 0-9, '.', '_', '-'.")],
-    allow_zero: Annotated[
-        bool, typer.Option("--allow-zero", help="Accept an adapter that changes nothing, as before training.")
-    ] = False,
-    promote: Annotated[
-        bool, typer.Option("--promote/--no-promote", help="Make it live at once, or only stage it.")
-    ] = True,
+    name: NewName,
+    allow_zero: AllowZero = False,
+    promote: Promote = True,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adapters.base_model import BaseModelShape
+from adapters.base_model import BaseModelShape, llama_modules
 from adapters.strict_json import NotStrictJson, load_object
 
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024
@@ -61,15 +61,7 @@ def llama_shape(
     max_lora_rank: int,
 ) -> BaseModelShape:
     """The shape of a model of the Llama family by its widths."""
-    modules = {
-        "q_proj": (hidden, q_out),
-        "k_proj": (hidden, kv_out),
-        "v_proj": (hidden, kv_out),
-        "o_proj": (q_out, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-    }
+    modules = llama_modules(hidden=hidden, inner=inner, q_out=q_out, kv_out=kv_out)
     return BaseModelShape(num_layers, modules, max_lora_rank, vocab_size, tied)
 
 

@@ -38,6 +38,13 @@ Name = Annotated[str, typer.Argument(help="The adapter's name.", show_default=Fa
 Version = Annotated[
     int, typer.Argument(min=1, help="Number of the version: 3 for sql@3.", show_default=False)
 ]
+NewName = Annotated[str, typer.Option("--name", help="What to call it: a-z, 0-9, '.', '_', '-'.")]
+AllowZero = Annotated[
+    bool, typer.Option("--allow-zero", help="Accept an adapter that changes nothing, as before training.")
+]
+Promote = Annotated[
+    bool, typer.Option("--promote/--no-promote", help="Make it live at once, or only stage it.")
+]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

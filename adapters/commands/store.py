@@ -12,7 +12,17 @@ import typer
 from rich.filesize import decimal
 
 from adapters.client import ClientError, Exit
-from adapters.commands.shared import DEFAULT_URL, ApiKey, AsJson, Url, connect, print_json
+from adapters.commands.shared import (
+    DEFAULT_URL,
+    AllowZero,
+    ApiKey,
+    AsJson,
+    NewName,
+    Promote,
+    Url,
+    connect,
+    print_json,
+)
 from adapters.identity import check_name
 
 if TYPE_CHECKING:
@@ -25,13 +35,9 @@ def pull(
     source: Annotated[
         str, typer.Argument(metavar="hf:ORG/NAME[@REVISION]", help="Where the adapter is on the hub.")
     ],
-    name: Annotated[str, typer.Option("--name", help="What to call it: a-z, 0-9, '.', '_', '-'.")],
-    allow_zero: Annotated[
-        bool, typer.Option("--allow-zero", help="Accept an adapter that changes nothing, as before training.")
-    ] = False,
-    promote: Annotated[
-        bool, typer.Option("--promote/--no-promote", help="Make it live at once, or only stage it.")
-    ] = True,
+    name: NewName,
+    allow_zero: AllowZero = False,
+    promote: Promote = True,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.base_model import llama_modules
 from engine.model.errors import UnsupportedModel
 
 PROJECTION_GROUPS: dict[str, tuple[str, ...]] = {
@@ -85,17 +86,12 @@ class ModelConfig:
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
         """(in, out) features of each projection of a layer, by its PEFT target name."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "q_proj": (hidden, q_out),
-            "k_proj": (hidden, kv_out),
-            "v_proj": (hidden, kv_out),
-            "o_proj": (q_out, hidden),
-            "gate_proj": (hidden, inner),
-            "up_proj": (hidden, inner),
-            "down_proj": (inner, hidden),
-        }
+        return llama_modules(
+            hidden=self.hidden_size,
+            inner=self.intermediate_size,
+            q_out=self.num_heads * self.head_dim,
+            kv_out=self.num_kv_heads * self.head_dim,
+        )
 
     def group_in(self, group: str) -> int:
         """Input features of a projection group."""
