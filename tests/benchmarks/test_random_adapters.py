@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapters.peft_format import BaseModelShape
+from adapters.base_model import BaseModelShape
 from adapters.validation import validate
 from benchmarks.random_adapters import MODULES, NUM_LAYERS, write_adapter
 
