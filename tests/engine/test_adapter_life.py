@@ -207,6 +207,9 @@ def test_references_of_many_choices_return_to_zero(make: Make) -> None:
         engine.run()
         engine.check_tiers_agree([])
         engine.check_all_free()
+        for name in ("a1", "a2"):
+            engine.prefetch(name)
+        engine.run()
         for number, name in ((10, "a1"), (11, "a2")):
             engine.submit(number, name, prompt(number, 20), 12, n=4)
         engine.until(lambda: engine.scheduler.num_running == 8)
