@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from engine.sequence import Sequence
 
 LEAST_TURN = 32
-"""Tokens that a sequence generates before it yields: some fifty times what it costs to swap an adapter."""
+"""Tokens that a sequence generates before it yields: many times what it costs to swap an adapter."""
 TOKENS_PER_CACHED = 1 / 16
 """How many it also generates for each token of its context that is probably cached."""
 TOKENS_PER_RECOMPUTED = 4
