@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Request
+from fastapi import APIRouter, Depends, Request
 
 from adapters import lifecycle
 from gateway.adapter_objects import own_name
@@ -15,7 +16,17 @@ from gateway.services import Services
 router = APIRouter(prefix="/v1/adapters/{name}/grants", tags=["adapters"])
 
 Caller = Annotated[Principal, Depends(require("adapters"))]
-Grantee = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+
+def _tenant_id(tenant: str) -> str:
+    """A path's other tenant. Raises ApiError 400 for what can be no tenant's id."""
+    if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", tenant) is None:
+        message = f"{tenant[:80]!a} is no tenant's id: those have 1 to 63 of a-z, 0-9 and '-'."
+        raise invalid_request(message, param="tenant", code="invalid_value")
+    return tenant
+
+
+Grantee = Annotated[str, Depends(_tenant_id)]
 
 
 @router.put("/{tenant}")

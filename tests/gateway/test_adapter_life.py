@@ -219,7 +219,8 @@ async def test_what_can_be_no_name_is_not_found(plane: ControlPlane) -> None:
         method = "PUT" if path.endswith("pin") else method
         assert await error(plane, acme, method, path) == (404, "adapter_not_found"), path
     assert await error(plane, acme, "PUT", "sql/grants/acme") == (400, "own_adapter")
-    assert (await error(plane, acme, "PUT", "sql/grants/NO"))[0] == 400
+    refusal = await call(plane, acme, "PUT", "sql/grants/NO")
+    assert refusal.status_code == 400 and "'NO' is no tenant's id" in refusal.json()["error"]["message"]
 
 
 async def test_uploads_at_once_are_versions_of_their_own(plane: ControlPlane) -> None:
