@@ -149,9 +149,7 @@ class FakeEngine(EngineServicer):
             for at in range(0, len(data), 4096):
                 yield pb.FileChunk(name=name, data=data[at : at + 4096])
 
-    async def ListAdapters(
-        self, request: pb.ListAdaptersRequest, context: object
-    ) -> pb.ListAdaptersResponse:
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: object) -> pb.ListAdaptersResponse:
         nowhere = pb.AdapterState(digest=request.digest)
         return pb.ListAdaptersResponse(adapters=[self.states.get(request.digest, nowhere)])
 
