@@ -29,8 +29,8 @@ class S3Server:
         """Bytes of an answer or a request, from now on, after which its connection is cut, once."""
         self.is_away = False
         """Connections are closed at once."""
-        self.refuses_next = 0
-        """So many connections more, as while the server restarts."""
+        self.num_refused = 0
+        """Connections that were closed at once."""
         self._guard = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -46,7 +46,7 @@ class S3Server:
 
     def reset(self) -> None:
         """Forgets everything, and makes the bucket anew."""
-        self.cut_after, self.is_away, self.refuses_next = None, False, 0
+        self.cut_after, self.is_away, self.num_refused = None, False, 0
         for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
             request = urllib.request.Request(f"http://127.0.0.1:{self._upstream}{path}", method=method)
             urllib.request.urlopen(request).close()
@@ -65,8 +65,8 @@ class S3Server:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                if self.is_away or self.refuses_next:
-                    self.refuses_next = max(0, self.refuses_next - 1)
+                if self.is_away:
+                    self.num_refused += 1
                     client.close()
                     continue
                 upstream = socket.create_connection(("127.0.0.1", self._upstream))
