@@ -19,14 +19,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -45,6 +45,7 @@ from adapters.blob_store import (
 
 _GENERATION = "generation"
 _JSON = ".json"
+_CLOSED_MEANWHILE = "connection was not ready"
 _NO_BUCKET = "NoSuchBucket"
 _PART_BYTES = 16 * 1024 * 1024
 _PARTS_AT_ONCE = 4
@@ -56,6 +57,8 @@ _ORPHANS_AFTER_S = 24 * 3600.0
 """Files without a manifest are an upload's on its way, unless they are older."""
 _ORPHANS_EVERY_S = 6 * 3600.0
 """They are looked for in the whole store, so not often."""
+
+T = TypeVar("T")
 
 
 class CorruptBlob(StoreUnavailable):
@@ -202,7 +205,7 @@ class S3Store:
         """A small object, or None if there is none."""
         with _clear_faults():
             try:
-                return bytes(obstore.get(self.bucket, key).bytes())
+                return bytes(_again(lambda: obstore.get(self.bucket, key).bytes()))
             except FileNotFoundError as error:
                 if _NO_BUCKET in str(error):
                     raise
@@ -212,7 +215,7 @@ class S3Store:
         """Writes a small object. False: it is there already, where `create` asks that it be new."""
         with _clear_faults():
             try:
-                obstore.put(self.bucket, key, data, mode="create" if create else "overwrite")
+                _again(lambda: obstore.put(self.bucket, key, data, mode="create" if create else "overwrite"))
             except AlreadyExistsError:
                 return False
             return True
@@ -220,7 +223,11 @@ class S3Store:
     def put_file(self, key: str, path: Path) -> None:
         """Writes an object from a file, in parts; it is there whole or not at all."""
         with _clear_faults():
-            obstore.put(self.bucket, key, path, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+            _again(
+                lambda: obstore.put(
+                    self.bucket, key, path, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+                )
+            )
 
     def remove(self, keys: Sequence[str]) -> None:
         """Removes objects; those that are not there are no error."""
@@ -288,7 +295,9 @@ class S3Store:
             end = min(start + _PART_BYTES, size)
             with _clear_faults():
                 try:
-                    return memoryview(obstore.get_range(self.bucket, key, start=start, end=end))
+                    return memoryview(
+                        _again(lambda: obstore.get_range(self.bucket, key, start=start, end=end))
+                    )
                 except FileNotFoundError:
                     raise BlobNotFound(digest) from None
 
@@ -387,6 +396,18 @@ def _record_key(path: str) -> str:
 def _check_hash(digest: bytes, manifest: Mapping[str, Any], name: str, found: str) -> None:
     if found != manifest["files"][name]["sha256"]:
         raise CorruptBlob(f"The file {name} of adapter {digest.hex()[:12]} in the store is corrupt.")
+
+
+def _again(call: Callable[[], T]) -> T:
+    """What the call returns. A kept connection that has been closed meanwhile is no fault that the client
+    itself tries again, as it does others.
+    """
+    try:
+        return call()
+    except BaseError as error:
+        if _CLOSED_MEANWHILE not in str(error):
+            raise
+        return call()
 
 
 @contextmanager

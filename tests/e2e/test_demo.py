@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ class Demo:
                 },
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # Ctrl-C is ignored by whatever a shell runs in the background, and so by its children.
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
 
     @property

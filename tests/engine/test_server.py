@@ -332,7 +332,7 @@ async def test_an_announced_adapter_is_read_before_its_request_comes() -> None:
 
 
 async def test_a_load_that_its_caller_gave_up_is_forgotten() -> None:
-    async with serve() as serving:
+    async with serve(step_s=0.005) as serving:
         stub, store = serving.stub, serving.engine.store
         client = Client(stub.Link())
         store.add("large", rank=64)
