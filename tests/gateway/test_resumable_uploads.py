@@ -315,7 +315,8 @@ async def test_a_tenant_has_so_many_uploads_at_once(valkey_url: str, tmp_path: P
         assert (await begin(plane, acme, adapter_files(seed=1))).status_code == 201
         assert (await begin(plane, other, adapter_files(seed=3))).status_code == 201
         idle = next((plane.store / "uploads" / "acme").iterdir())
-        os.utime(idle, (time.time() - 7200,) * 2)
+        two_hours_ago = time.time() - 7200
+        os.utime(idle, (two_hours_ago, two_hours_ago))
         assert (await begin(plane, acme, adapter_files(seed=3))).status_code == 201
         assert not idle.exists()
 
