@@ -17,7 +17,7 @@ from tests.e2e.tiny import TinyZoo, ask, upload, words
 
 pytestmark = pytest.mark.e2e
 
-TOKENS = 300
+TOKENS = 1200
 VOLATILE = {"date", "x-request-id"}
 
 
