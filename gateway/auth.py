@@ -15,8 +15,8 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from fastapi import Request
 from pydantic import SecretStr
@@ -27,7 +27,8 @@ from redis.exceptions import RedisError
 from gateway import tasks
 from gateway.errors import ApiError
 from gateway.keys import NO_TENANT, OPERATOR_ID, KeyRecord, Keys, digest_of, id_of
-from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenants
+from gateway.limits import NO_LIMITS, NO_RATES, RateLimits, TenantLimits
+from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,12 @@ class Principal:
     scopes: frozenset[str]
     prefix_sharing: PrefixSharing
     weight: float
+    limits: TenantLimits = NO_LIMITS
+    key_limits: RateLimits = NO_RATES
+    adapter_limits: Mapping[str, RateLimits] = field(default_factory=dict)
+    """Rates of single adapters, by their names in the tenant's name space."""
+    base_models: frozenset[str] | None = None
+    """The base models that the tenant may use; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +179,7 @@ class Authenticator:
         tenant = await self._tenants.get(record.tenant_id)
         if tenant is None:
             return None
-        principal = Principal(tenant.id, record.id, record.scopes, tenant.prefix_sharing, tenant.weight)
-        return _Entry(record, principal, tenant.suspended, checked_at)
+        return _Entry(record, _principal(record, tenant), tenant.suspended, checked_at)
 
     async def _follow(self) -> None:
         """Listens to Redis' push for ever, and begins anew when it is lost."""
@@ -239,6 +245,20 @@ def require(scope: str) -> Callable[[Request], Awaitable[Principal]]:
 
 
 _OPERATOR = Principal(NO_TENANT, OPERATOR_ID, frozenset({"admin"}), PrefixSharing.PRIVATE, 1.0)
+
+
+def _principal(record: KeyRecord, tenant: Tenant) -> Principal:
+    return Principal(
+        tenant_id=tenant.id,
+        key_id=record.id,
+        scopes=record.scopes,
+        prefix_sharing=tenant.prefix_sharing,
+        weight=tenant.weight,
+        limits=tenant.limits,
+        key_limits=record.limits,
+        adapter_limits=tenant.adapter_limits,
+        base_models=tenant.base_models,
+    )
 
 
 def _bearer(header: str | None) -> str:

@@ -1,6 +1,6 @@
 """API keys in Redis: the sole writer of these keys.
 
-    loraplex:key:<id>               hash: digest, tenant, scopes, created, expires, note
+    loraplex:key:<id>               hash: digest, tenant, scopes, created, expires, note, limits (JSON)
     loraplex:keys:<tenant>          set of the tenant's key ids
 
 A key reads `lpx_<id>_<secret>`. The secret has 256 random bits; only the SHA-256 of
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from gateway.limits import NO_RATES, RateLimits, rates_from_json
 from gateway.tenants import AUTH_CHANNEL, read_document, read_documents, tenant_key
 
 SCOPES = frozenset({"inference", "adapters", "admin"})
@@ -60,6 +61,7 @@ class KeyRecord:
     created: int
     expires: int
     note: str
+    limits: RateLimits = NO_RATES
 
 
 class NoSuchTenant(Exception):
@@ -93,13 +95,14 @@ class Keys:
         scopes: Iterable[str] = DEFAULT_SCOPES,
         expires_in: int | None = None,
         note: str = "",
+        limits: RateLimits = NO_RATES,
     ) -> tuple[KeyRecord, str]:
         """Makes a key of a tenant; `expires_in` is in seconds.
         Returns its record, and the key for its only showing.
 
         Raises NoSuchTenant.
         """
-        record, key = _new(secrets.token_hex(6), tenant_id, frozenset(scopes), expires_in, note)
+        record, key = _new(secrets.token_hex(6), tenant_id, frozenset(scopes), expires_in, note, limits)
         redis_keys = [tenant_key(tenant_id), _set_key(tenant_id), _document_key(record.id)]
         if not await self._create(keys=redis_keys, args=[record.id, *_to_fields(record)]):
             raise NoSuchTenant(tenant_id)
@@ -129,12 +132,17 @@ class Keys:
 
 
 def _new(
-    key_id: str, tenant_id: str, scopes: frozenset[str], expires_in: int | None, note: str
+    key_id: str,
+    tenant_id: str,
+    scopes: frozenset[str],
+    expires_in: int | None,
+    note: str,
+    limits: RateLimits = NO_RATES,
 ) -> tuple[KeyRecord, str]:
     key = f"lpx_{key_id}_{secrets.token_urlsafe(32)}"
     now = int(time.time())
     expires = now + expires_in if expires_in is not None else 0
-    return KeyRecord(key_id, digest_of(key), tenant_id, scopes, now, expires, note), key
+    return KeyRecord(key_id, digest_of(key), tenant_id, scopes, now, expires, note, limits), key
 
 
 def _document_key(key_id: str) -> str:
@@ -153,6 +161,7 @@ def _to_fields(record: KeyRecord) -> list[str]:
         "created": str(record.created),
         "expires": str(record.expires),
         "note": record.note,
+        "limits": record.limits.to_json(),
     }
     return [item for pair in fields.items() for item in pair]
 
@@ -166,4 +175,5 @@ def _from_document(key_id: str, fields: Mapping[str, str]) -> KeyRecord:
         created=int(fields["created"]),
         expires=int(fields["expires"]),
         note=fields["note"],
+        limits=rates_from_json(fields.get("limits", "")),
     )

@@ -1,7 +1,8 @@
 """Tenants in Redis: the sole writer of these keys.
 
     loraplex:tenants            set of tenant ids
-    loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended, max_pinned_adapters
+    loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended, max_pinned_adapters,
+                                and as JSON limits, adapter_limits (by adapter name), base_models ('' for all)
     loraplex:auth               channel: `tenant:<id>` and `key:<id>`, published with each change
 
 Each write and its message are one Lua script, so that nobody
@@ -10,15 +11,25 @@ sees half of a change, or a change that was not pushed.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from redis.asyncio import Redis
+
+from gateway.limits import (
+    NO_LIMITS,
+    RateLimits,
+    TenantLimits,
+    adapter_limits_from_json,
+    adapter_limits_to_json,
+    tenant_limits_from_json,
+)
 
 AUTH_CHANNEL = "loraplex:auth"
 _INDEX = "loraplex:tenants"
@@ -65,6 +76,11 @@ class Tenant:
     suspended: bool = False
     max_pinned_adapters: int = DEFAULT_PINS
     """How many of its adapters engines keep resident, used or not."""
+    limits: TenantLimits = NO_LIMITS
+    adapter_limits: Mapping[str, RateLimits] = field(default_factory=dict)
+    """Rates of single adapters, by their names in the tenant's name space."""
+    base_models: frozenset[str] | None = None
+    """The base models that it may use, alone and below its adapters; None for all."""
 
 
 class TenantExists(Exception):
@@ -107,8 +123,9 @@ class Tenants:
                 created=int(time.time()),
                 max_pinned_adapters=max_pinned_adapters,
             )
-            fields = _to_fields({key: value for key, value in asdict(tenant).items() if key != "id"})
-            if await self._create(keys=[tenant_key(candidate), _INDEX], args=[candidate, *fields]):
+            if await self._create(
+                keys=[tenant_key(candidate), _INDEX], args=[candidate, *_to_document(tenant)]
+            ):
                 return tenant
         raise TenantExists(tenant_id)
 
@@ -149,6 +166,21 @@ def _to_fields(values: Mapping[str, str | float | bool]) -> list[str]:
     return fields
 
 
+def _to_document(tenant: Tenant) -> list[str]:
+    plain = {
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "prefix_sharing": tenant.prefix_sharing.value,
+        "created": tenant.created,
+        "suspended": tenant.suspended,
+        "max_pinned_adapters": tenant.max_pinned_adapters,
+        "limits": tenant.limits.to_json(),
+        "adapter_limits": adapter_limits_to_json(tenant.adapter_limits),
+        "base_models": "" if tenant.base_models is None else json.dumps(sorted(tenant.base_models)),
+    }
+    return _to_fields(plain)
+
+
 def _from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
     return Tenant(
         id=tenant_id,
@@ -158,6 +190,9 @@ def _from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
         created=int(fields["created"]),
         suspended=fields["suspended"] == "1",
         max_pinned_adapters=int(fields.get("max_pinned_adapters", DEFAULT_PINS)),
+        limits=tenant_limits_from_json(fields.get("limits", "")),
+        adapter_limits=adapter_limits_from_json(fields.get("adapter_limits", "")),
+        base_models=frozenset(json.loads(bases)) if (bases := fields.get("base_models")) else None,
     )
 
 
