@@ -15,7 +15,7 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -230,18 +230,25 @@ async def ensure_operator_key(keys: Keys, configured: SecretStr | None) -> str |
     return None if configured else await keys.create_operator()
 
 
-def require(scope: str) -> Callable[[Request], Awaitable[Principal]]:
-    """Returns a FastAPI dependency that yields the caller, and refuses with 403 a key without this scope."""
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A FastAPI dependency: yields the caller, and refuses with 403 a key without the scope."""
 
-    async def caller(request: Request) -> Principal:
+    scope: str
+
+    async def __call__(self, request: Request) -> Principal:
+        """Returns the caller. Raises ApiError as `authenticate` does, and 403."""
         authenticator: Authenticator = request.app.state.services.authenticator
         principal = await authenticator.authenticate(request.headers.get("authorization"))
-        if scope not in principal.scopes:
-            message = f"This API key has no scope '{scope}'."
+        if self.scope not in principal.scopes:
+            message = f"This API key has no scope '{self.scope}'."
             raise ApiError(403, message, type="permission_error", code="missing_scope")
         return principal
 
-    return caller
+
+def require(scope: str) -> Requirement:
+    """Returns the dependency of the routes that need this scope."""
+    return Requirement(scope)
 
 
 _OPERATOR = Principal(NO_TENANT, OPERATOR_ID, frozenset({"admin"}), PrefixSharing.PRIVATE, 1.0)
