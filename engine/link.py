@@ -107,6 +107,8 @@ def to_message(news: LinkOutput) -> pb.LinkResponse:
             choice=finished.choice,
             reason=f"FINISH_REASON_{finished.reason.name}",
             error=finished.error,
+            refusal=f"REFUSAL_{finished.refusal.name}",
+            retry_after_ms=round(1000 * finished.retry_after_s),
         )
     return message
 

@@ -24,7 +24,8 @@ from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
 from engine.outputs import LinkOutput
 from engine.scheduler import Scheduler
 from engine.scheduler.adapter_gate import AdapterGate
-from engine.sequence import Request
+from engine.scheduler.queue_bounds import Refused
+from engine.sequence import Refusal, Request
 from engine.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -249,7 +250,8 @@ class EngineLoop:
 
     def _accept(self, request: Request) -> None:
         if self._draining:
-            self._scheduler.refuse(request, "this engine takes no new requests, since it is about to stop")
+            why = "this engine takes no new requests, since it is about to stop"
+            self._scheduler.refuse(request, Refused(Refusal.DRAINING, why))
         else:
             self._scheduler.add(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engine.sequence import FinishReason, Request, Sequence
+from engine.sequence import FinishReason, Refusal, Request, Sequence
 from engine.step import TokenLogprobs
 
 
@@ -22,6 +22,8 @@ class Finished:
     choice: int
     reason: FinishReason
     error: str = ""
+    refusal: Refusal = Refusal.UNSPECIFIED
+    retry_after_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -63,6 +65,13 @@ class Outputs:
 
     def finished(self, request: Request, choice: int, reason: FinishReason, error: str = "") -> None:
         self._of(request.link).finished.append(Finished(request.request_id, choice, reason, error))
+
+    def refused(self, request: Request, refusal: Refusal, why: str, retry_after_s: float) -> None:
+        """All choices of a request end before they were begun."""
+        for choice in range(len(request.sampling)):
+            self._of(request.link).finished.append(
+                Finished(request.request_id, choice, FinishReason.REFUSED, why, refusal, retry_after_s)
+            )
 
     def drop(self, link: Hashable) -> None:
         """Forgets what a link that has ended would have been told."""

@@ -25,6 +25,15 @@ class FinishReason(enum.IntEnum):
     REFUSED = 6
 
 
+class Refusal(enum.IntEnum):
+    """What stands in the way of a request that was refused; the numbers are the wire's."""
+
+    UNSPECIFIED = 0
+    DRAINING = 1
+    QUEUE_FULL = 2
+    TENANT_QUEUE_FULL = 3
+
+
 class Status(enum.Enum):
     """Where a sequence is in its life::
 

@@ -129,10 +129,17 @@ class EngineFleet:
         if link is not None and not self._candidate(link, digest.hex()).resident:
             link.announce(digest)
 
-    def open(self, submits: Sequence[Submit], *, model_digest: bytes) -> EngineStream:
-        """Returns the stream of a request of one or more prompts; the caller must close it."""
+    def open(self, submits: Sequence[Submit], *, model_digest: bytes, deadline: float) -> EngineStream:
+        """Returns the stream of a request of one or more prompts; the caller must close it.
+
+        `deadline`: when it must have ended, by `time.monotonic`.
+        """
         return EngineStream(
-            submits, model_digest=model_digest, placer=self, resume_timeout_s=self._resume_timeout_s
+            submits,
+            model_digest=model_digest,
+            placer=self,
+            resume_timeout_s=self._resume_timeout_s,
+            deadline=deadline,
         )
 
     async def unload(self, digest: bytes) -> None:

@@ -22,6 +22,7 @@ from protos.engine_pb2 import (
     LinkRequest,
     LinkResponse,
     ModelInfo,
+    Started,
     Submit,
     TokenLogprobs,
 )
@@ -61,7 +62,7 @@ class Receiver(Protocol):
         """A new token of a choice."""
         ...
 
-    def on_started(self, choices: Sequence[int], cached_tokens: int) -> None:
+    def on_started(self, choices: Sequence[int], started: Started) -> None:
         """The request has left the engine's queue."""
         ...
 
@@ -192,7 +193,7 @@ class EngineLink:
         placements = self._placements
         for started in message.started:
             if placement := placements.get(started.request_id):
-                placement.receiver.on_started(placement.choices, started.cached_tokens)
+                placement.receiver.on_started(placement.choices, started)
         logprobs = message.logprobs or None
         entries = zip(message.request_ids, message.choices, message.tokens, strict=True)
         for index, (request_id, wire_choice, token) in enumerate(entries):

@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.engine_link import EngineLink
-from gateway.errors import unavailable
-from protos.engine_pb2 import Finished, FinishReason, Submit, TokenLogprobs
+from gateway.errors import ApiError
+from gateway.refusals import deadline_passed, engine_lost, no_engine, refused_by_all
+from protos.engine_pb2 import Finished, FinishReason, Started, Submit, TokenLogprobs
 
 _REFUSAL_MEMORY_S = 1.0
+# An engine ends a request at its deadline by itself; one that says nothing for so long after it has stopped.
+_DEADLINE_GRACE_S = 2.0
 
 
 class Placer(Protocol):
@@ -62,10 +65,23 @@ class EngineStream:
     """
 
     def __init__(
-        self, submits: Sequence[Submit], *, model_digest: bytes, placer: Placer, resume_timeout_s: float
+        self,
+        submits: Sequence[Submit],
+        *,
+        model_digest: bytes,
+        placer: Placer,
+        resume_timeout_s: float,
+        deadline: float,
     ) -> None:
-        """`submits`, one per prompt, have everything but a request id. They are not modified."""
+        """`submits`, one per prompt, have everything but a request id and a deadline. They are not modified.
+
+        `deadline`: when the request must have ended, by `time.monotonic`; waiting for an engine counts.
+        """
         self.cached_tokens = 0
+        self.queue_s: float | None = None
+        """How long it waited in the queue of the first engine that ran it; None until one does."""
+        self.engine_id = ""
+        """The engine that it was given to last."""
         self._choices = [_Choice(submit, seed) for submit in submits for seed in submit.seeds]
         self._unplaced = set(range(len(self._choices)))
         self._model_digest = model_digest
@@ -75,9 +91,11 @@ class EngineStream:
         self._counted: set[int] = set()
         self._started = False
         self._accepted = False  # an engine had it once: then it is worth waiting for another
-        self._deadline: float | None = None  # for finding one; time.monotonic()
+        self._give_up_at: float | None = None  # for finding one; time.monotonic()
+        self._deadline = deadline
+        self._alarm: asyncio.TimerHandle | None = None
         self._closed = False
-        self._refused_by: set[str] = set()
+        self._refused_by: dict[str, Finished] = {}
         self._wakeup: asyncio.Future[None] | None = None
 
     async def wait_started(self) -> None:
@@ -89,7 +107,8 @@ class EngineStream:
         """Returns what is new, at least one delta; an empty
         list when all choices have ended, or after `close`.
 
-        Raises ApiError 503 when no engine takes the request, and none came in time to continue a lost one.
+        Raises ApiError 503 when no engine takes the request, and none came in time to continue a lost one;
+        429 when the tenant's own queue is full; 504 when its time is over.
         """
         while not (self._deltas or self._closed or all(choice.ended for choice in self._choices)):
             await self._advance()
@@ -109,6 +128,8 @@ class EngineStream:
     def close(self) -> None:
         """Aborts whatever still runs, at once, and ends a `next` that waits. May be called again."""
         self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
         running = {(choice.link, choice.request_id) for choice in self._choices if not choice.ended}
         for choice in self._choices:
             choice.ended = True
@@ -127,13 +148,15 @@ class EngineStream:
             delta.logprobs.append(logprobs)
         self._choices[choice].tokens.append(token)
 
-    def on_started(self, choices: Sequence[int], cached_tokens: int) -> None:
+    def on_started(self, choices: Sequence[int], started: Started) -> None:
         """See Receiver. A prompt's cached tokens count once, however often it is submitted."""
         if choices[0] not in self._counted:
             self._counted.update(choices)
-            self.cached_tokens += cached_tokens
+            self.cached_tokens += started.cached_tokens
+        if self.queue_s is None:
+            self.queue_s = started.queue_us / 1e6
         self._started = self._accepted = True
-        self._deadline = None
+        self._give_up_at = None
         self._wake()
 
     def on_finished(self, choice: int, finished: Finished) -> None:
@@ -141,7 +164,7 @@ class EngineStream:
         state = self._choices[choice]
         if finished.reason == FinishReason.FINISH_REASON_REFUSED:
             assert state.link is not None
-            self._refused_by.add(state.link.engine_id)
+            self._refused_by[state.link.engine_id] = finished
             self._displace([choice])
             return
         state.ended = True
@@ -170,6 +193,8 @@ class EngineStream:
 
     async def _advance(self) -> None:
         """Places what is unplaced, else waits for anything to happen."""
+        if time.monotonic() >= self._deadline + _DEADLINE_GRACE_S:
+            raise deadline_passed()
         if self._unplaced:
             await self._place()
             return
@@ -184,22 +209,30 @@ class EngineStream:
         """Submits every unplaced choice. Waits for an engine
         only to continue a request that one had accepted.
         """
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._resume_timeout_s
+        if self._alarm is None:
+            after_s = self._deadline + _DEADLINE_GRACE_S - time.monotonic()
+            self._alarm = asyncio.get_running_loop().call_later(after_s, self._wake)
+        if self._give_up_at is None:
+            self._give_up_at = time.monotonic() + self._resume_timeout_s
         while self._unplaced and not self._closed:
             choices, submit = self._next_to_place()
-            link = self._placer.choose(submit, self._model_digest, self._refused_by)
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise deadline_passed()
+            submit.deadline_ms = max(1, round(1000 * (self._deadline - now)))
+            link = self._placer.choose(submit, self._model_digest, set(self._refused_by))
             if link is not None:
                 request_id = link.submit(submit, self, choices)
                 for wire_choice, index in enumerate(choices):
                     state = self._choices[index]
                     state.link, state.request_id, state.wire_choice = link, request_id, wire_choice
+                self.engine_id = link.engine_id
                 self._unplaced.difference_update(choices)
                 continue
-            left_s = self._deadline - time.monotonic()
+            left_s = self._give_up_at - now
             if not self._accepted or left_s <= 0:
-                raise _nobody(refused=bool(self._refused_by), lost=self._accepted)
-            await self._placer.changed(min(left_s, _REFUSAL_MEMORY_S))
+                raise self._nobody()
+            await self._placer.changed(min(left_s, self._deadline - now, _REFUSAL_MEMORY_S))
             self._refused_by.clear()
 
     def _next_to_place(self) -> tuple[list[int], Submit]:
@@ -223,10 +256,7 @@ class EngineStream:
         submit.seeds.extend(self._choices[index].seed for index in together)
         return together, submit
 
-
-def _nobody(*, refused: bool, lost: bool) -> Exception:
-    if refused:
-        return unavailable("All engines are busy or draining. Try again shortly.", code="engine_overloaded")
-    if lost:
-        return unavailable("The engine that ran this request was lost, and no other came in time. Try again.")
-    return unavailable("No engine is ready. Try again shortly.")
+    def _nobody(self) -> ApiError:
+        if self._refused_by:
+            return refused_by_all(self._refused_by.values())
+        return engine_lost() if self._accepted else no_engine()

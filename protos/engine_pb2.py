@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/engine.proto\x12\x12loraplex.engine.v1\"\xa4\x01\n\x0bLinkRequest\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.loraplex.engine.v1.SubmitH\x00\x12*\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x19.loraplex.engine.v1.AbortH\x00\x12\x30\n\x08\x61nnounce\x18\x03 \x01(\x0b\x32\x1c.loraplex.engine.v1.AnnounceH\x00\x42\t\n\x07message\"\"\n\x08\x41nnounce\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x01 \x01(\x0c\"\xe8\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x03(\r\x12\x15\n\routput_tokens\x18\x03 \x03(\r\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x0e\n\x06weight\x18\x07 \x01(\x01\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\r\n\x05seeds\x18\t \x03(\x04\x12.\n\x08sampling\x18\n \x01(\x0b\x32\x1c.loraplex.engine.v1.Sampling\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x0f \x01(\r\x12\x15\n\radapter_start\x18\x10 \x01(\r\"\xeb\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x13\n\x0b\x62ias_tokens\x18\x08 \x03(\r\x12\x13\n\x0b\x62ias_values\x18\t \x03(\x02\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\";\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\xd7\x01\n\x0cLinkResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x33\n\x08logprobs\x18\x04 \x03(\x0b\x32!.loraplex.engine.v1.TokenLogprobs\x12,\n\x07started\x18\x05 \x03(\x0b\x32\x1b.loraplex.engine.v1.Started\x12.\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1c.loraplex.engine.v1.Finished\"I\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"F\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"o\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x30\n\x06reason\x18\x03 \x01(\x0e\x32 .loraplex.engine.v1.FinishReason\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xf5\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x31\n\x07modules\x18\x07 \x03(\x0b\x32 .loraplex.engine.v1.LinearModule\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\x04\x12\x16\n\x0enum_rank_pages\x18\x0c \x01(\r\x12\x15\n\rmax_lora_rank\x18\r \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12\x16\n\x0e\x65ngine_version\x18\x0f \x01(\t\x12\x17\n\x0ftied_embeddings\x18\x10 \x01(\x08\"G\n\x0cLinearModule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bin_features\x18\x02 \x01(\r\x12\x14\n\x0cout_features\x18\x03 \x01(\r\"\x15\n\x13GetTokenizerRequest\"\'\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"$\n\x12LoadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"%\n\x13ListAdaptersRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"J\n\x14ListAdaptersResponse\x12\x32\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32 .loraplex.engine.v1.AdapterState\"\xd7\x01\n\x0c\x41\x64\x61pterState\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x30\n\tresidency\x18\x02 \x01(\x0e\x32\x1d.loraplex.engine.v1.Residency\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x01(\r\x12\x12\n\nreferences\x18\x05 \x01(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\r\n\x05loads\x18\x08 \x01(\x04\x12\x14\n\x0cload_seconds\x18\t \x01(\x01\x12\x11\n\tevictions\x18\n \x01(\x04\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r*\xca\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x19\n\x15\x46INISH_REASON_REFUSED\x10\x06*]\n\tResidency\x12\x12\n\x0eRESIDENCY_NONE\x10\x00\x12\x12\n\x0eRESIDENCY_DISK\x10\x01\x12\x12\n\x0eRESIDENCY_HOST\x10\x02\x12\x14\n\x10RESIDENCY_DEVICE\x10\x03\x32\xf0\x04\n\x06\x45ngine\x12M\n\x04Link\x12\x1f.loraplex.engine.v1.LinkRequest\x1a .loraplex.engine.v1.LinkResponse(\x01\x30\x01\x12V\n\x0cGetModelInfo\x12\'.loraplex.engine.v1.GetModelInfoRequest\x1a\x1d.loraplex.engine.v1.ModelInfo\x12X\n\x0cGetTokenizer\x12\'.loraplex.engine.v1.GetTokenizerRequest\x1a\x1d.loraplex.engine.v1.FileChunk0\x01\x12W\n\x0bLoadAdapter\x12&.loraplex.engine.v1.LoadAdapterRequest\x1a .loraplex.engine.v1.AdapterState\x12[\n\rUnloadAdapter\x12(.loraplex.engine.v1.UnloadAdapterRequest\x1a .loraplex.engine.v1.AdapterState\x12\x61\n\x0cListAdapters\x12\'.loraplex.engine.v1.ListAdaptersRequest\x1a(.loraplex.engine.v1.ListAdaptersResponse\x12L\n\x05\x44rain\x12 .loraplex.engine.v1.DrainRequest\x1a!.loraplex.engine.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/engine.proto\x12\x12loraplex.engine.v1\"\xa4\x01\n\x0bLinkRequest\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.loraplex.engine.v1.SubmitH\x00\x12*\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x19.loraplex.engine.v1.AbortH\x00\x12\x30\n\x08\x61nnounce\x18\x03 \x01(\x0b\x32\x1c.loraplex.engine.v1.AnnounceH\x00\x42\t\n\x07message\"\"\n\x08\x41nnounce\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x01 \x01(\x0c\"\xe8\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x03(\r\x12\x15\n\routput_tokens\x18\x03 \x03(\r\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x05 \x01(\x0c\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x0e\n\x06weight\x18\x07 \x01(\x01\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\r\n\x05seeds\x18\t \x03(\x04\x12.\n\x08sampling\x18\n \x01(\x0b\x32\x1c.loraplex.engine.v1.Sampling\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x0f \x01(\r\x12\x15\n\radapter_start\x18\x10 \x01(\r\"\xeb\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x13\n\x0b\x62ias_tokens\x18\x08 \x03(\r\x12\x13\n\x0b\x62ias_values\x18\t \x03(\x02\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\";\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\xd7\x01\n\x0cLinkResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x33\n\x08logprobs\x18\x04 \x03(\x0b\x32!.loraplex.engine.v1.TokenLogprobs\x12,\n\x07started\x18\x05 \x03(\x0b\x32\x1b.loraplex.engine.v1.Started\x12.\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1c.loraplex.engine.v1.Finished\"I\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"F\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"\xb5\x01\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x30\n\x06reason\x18\x03 \x01(\x0e\x32 .loraplex.engine.v1.FinishReason\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12,\n\x07refusal\x18\x05 \x01(\x0e\x32\x1b.loraplex.engine.v1.Refusal\x12\x16\n\x0eretry_after_ms\x18\x06 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xf5\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x31\n\x07modules\x18\x07 \x03(\x0b\x32 .loraplex.engine.v1.LinearModule\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\x04\x12\x16\n\x0enum_rank_pages\x18\x0c \x01(\r\x12\x15\n\rmax_lora_rank\x18\r \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12\x16\n\x0e\x65ngine_version\x18\x0f \x01(\t\x12\x17\n\x0ftied_embeddings\x18\x10 \x01(\x08\"G\n\x0cLinearModule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bin_features\x18\x02 \x01(\r\x12\x14\n\x0cout_features\x18\x03 \x01(\r\"\x15\n\x13GetTokenizerRequest\"\'\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"$\n\x12LoadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"%\n\x13ListAdaptersRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"J\n\x14ListAdaptersResponse\x12\x32\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32 .loraplex.engine.v1.AdapterState\"\xd7\x01\n\x0c\x41\x64\x61pterState\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x30\n\tresidency\x18\x02 \x01(\x0e\x32\x1d.loraplex.engine.v1.Residency\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x01(\r\x12\x12\n\nreferences\x18\x05 \x01(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\r\n\x05loads\x18\x08 \x01(\x04\x12\x14\n\x0cload_seconds\x18\t \x01(\x01\x12\x11\n\tevictions\x18\n \x01(\x04\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r*o\n\x07Refusal\x12\x17\n\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x14\n\x10REFUSAL_DRAINING\x10\x01\x12\x16\n\x12REFUSAL_QUEUE_FULL\x10\x02\x12\x1d\n\x19REFUSAL_TENANT_QUEUE_FULL\x10\x03*\xca\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x19\n\x15\x46INISH_REASON_REFUSED\x10\x06*]\n\tResidency\x12\x12\n\x0eRESIDENCY_NONE\x10\x00\x12\x12\n\x0eRESIDENCY_DISK\x10\x01\x12\x12\n\x0eRESIDENCY_HOST\x10\x02\x12\x14\n\x10RESIDENCY_DEVICE\x10\x03\x32\xf0\x04\n\x06\x45ngine\x12M\n\x04Link\x12\x1f.loraplex.engine.v1.LinkRequest\x1a .loraplex.engine.v1.LinkResponse(\x01\x30\x01\x12V\n\x0cGetModelInfo\x12\'.loraplex.engine.v1.GetModelInfoRequest\x1a\x1d.loraplex.engine.v1.ModelInfo\x12X\n\x0cGetTokenizer\x12\'.loraplex.engine.v1.GetTokenizerRequest\x1a\x1d.loraplex.engine.v1.FileChunk0\x01\x12W\n\x0bLoadAdapter\x12&.loraplex.engine.v1.LoadAdapterRequest\x1a .loraplex.engine.v1.AdapterState\x12[\n\rUnloadAdapter\x12(.loraplex.engine.v1.UnloadAdapterRequest\x1a .loraplex.engine.v1.AdapterState\x12\x61\n\x0cListAdapters\x12\'.loraplex.engine.v1.ListAdaptersRequest\x1a(.loraplex.engine.v1.ListAdaptersResponse\x12L\n\x05\x44rain\x12 .loraplex.engine.v1.DrainRequest\x1a!.loraplex.engine.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2406
-  _globals['_FINISHREASON']._serialized_end=2608
-  _globals['_RESIDENCY']._serialized_start=2610
-  _globals['_RESIDENCY']._serialized_end=2703
+  _globals['_REFUSAL']._serialized_start=2476
+  _globals['_REFUSAL']._serialized_end=2587
+  _globals['_FINISHREASON']._serialized_start=2590
+  _globals['_FINISHREASON']._serialized_end=2792
+  _globals['_RESIDENCY']._serialized_start=2794
+  _globals['_RESIDENCY']._serialized_end=2887
   _globals['_LINKREQUEST']._serialized_start=44
   _globals['_LINKREQUEST']._serialized_end=208
   _globals['_ANNOUNCE']._serialized_start=210
@@ -51,32 +53,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROBS']._serialized_end=1199
   _globals['_STARTED']._serialized_start=1201
   _globals['_STARTED']._serialized_end=1271
-  _globals['_FINISHED']._serialized_start=1273
-  _globals['_FINISHED']._serialized_end=1384
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1386
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1407
-  _globals['_MODELINFO']._serialized_start=1410
-  _globals['_MODELINFO']._serialized_end=1783
-  _globals['_LINEARMODULE']._serialized_start=1785
-  _globals['_LINEARMODULE']._serialized_end=1856
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1858
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1879
-  _globals['_FILECHUNK']._serialized_start=1881
-  _globals['_FILECHUNK']._serialized_end=1920
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1922
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1958
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1960
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1998
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=2000
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=2037
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2039
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2113
-  _globals['_ADAPTERSTATE']._serialized_start=2116
-  _globals['_ADAPTERSTATE']._serialized_end=2331
-  _globals['_DRAINREQUEST']._serialized_start=2333
-  _globals['_DRAINREQUEST']._serialized_end=2367
-  _globals['_DRAINRESPONSE']._serialized_start=2369
-  _globals['_DRAINRESPONSE']._serialized_end=2403
-  _globals['_ENGINE']._serialized_start=2706
-  _globals['_ENGINE']._serialized_end=3330
+  _globals['_FINISHED']._serialized_start=1274
+  _globals['_FINISHED']._serialized_end=1455
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1457
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1478
+  _globals['_MODELINFO']._serialized_start=1481
+  _globals['_MODELINFO']._serialized_end=1854
+  _globals['_LINEARMODULE']._serialized_start=1856
+  _globals['_LINEARMODULE']._serialized_end=1927
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1929
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1950
+  _globals['_FILECHUNK']._serialized_start=1952
+  _globals['_FILECHUNK']._serialized_end=1991
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1993
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2029
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2031
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2069
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2071
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2108
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2110
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2184
+  _globals['_ADAPTERSTATE']._serialized_start=2187
+  _globals['_ADAPTERSTATE']._serialized_end=2402
+  _globals['_DRAINREQUEST']._serialized_start=2404
+  _globals['_DRAINREQUEST']._serialized_end=2438
+  _globals['_DRAINRESPONSE']._serialized_start=2440
+  _globals['_DRAINRESPONSE']._serialized_end=2474
+  _globals['_ENGINE']._serialized_start=2890
+  _globals['_ENGINE']._serialized_end=3514
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Refusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_UNSPECIFIED: _ClassVar[Refusal]
+    REFUSAL_DRAINING: _ClassVar[Refusal]
+    REFUSAL_QUEUE_FULL: _ClassVar[Refusal]
+    REFUSAL_TENANT_QUEUE_FULL: _ClassVar[Refusal]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -23,6 +30,10 @@ class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESIDENCY_DISK: _ClassVar[Residency]
     RESIDENCY_HOST: _ClassVar[Residency]
     RESIDENCY_DEVICE: _ClassVar[Residency]
+REFUSAL_UNSPECIFIED: Refusal
+REFUSAL_DRAINING: Refusal
+REFUSAL_QUEUE_FULL: Refusal
+REFUSAL_TENANT_QUEUE_FULL: Refusal
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -156,16 +167,20 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("request_id", "choice", "reason", "error")
+    __slots__ = ("request_id", "choice", "reason", "error", "refusal", "retry_after_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     choice: int
     reason: FinishReason
     error: str
-    def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ...) -> None: ...
+    refusal: Refusal
+    retry_after_ms: int
+    def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., refusal: _Optional[_Union[Refusal, str]] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()

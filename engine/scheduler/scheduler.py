@@ -17,6 +17,7 @@ from engine.outputs import LinkOutput, Outputs
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
+from engine.scheduler.queue_bounds import QueueBounds, Refused
 from engine.scheduler.roster import Roster
 from engine.scheduler.rows import make_row
 from engine.scheduler.turns import steps_to_leave
@@ -86,6 +87,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._roster = Roster()
         self._outputs = Outputs()
+        self._bounds = QueueBounds(limits.max_num_waiting, clock)
 
     # ---- what others ask ---------------------------------------------------------------------------
 
@@ -123,8 +125,11 @@ class Scheduler:
         """Queues a request. It has been validated; its key is not in use; it fits into the pool alone."""
         assert request.max_len <= self._pool.num_blocks * BLOCK_SIZE, "the request could never finish"
         assert len(request.sampling) <= self._limits.max_num_seqs, "the request could never start"
-        if fault := self._queue_fault(request):
-            return self.refuse(request, fault)
+        running = sum(seq.request.tenant == request.tenant for seq in self._running)
+        held = self._roster.num_of_tenant(request.tenant) - running
+        count = len(request.sampling)
+        if refused := self._bounds.refused(request.tenant, count, waiting=self.num_waiting, held=held):
+            return self.refuse(request, refused)
         leader, *siblings = self._roster.enlist(request)
         self._attach(siblings, leader)
         self._waiting.push(leader)
@@ -133,23 +138,9 @@ class Scheduler:
         else:
             self._gate.want(request.adapter_digest)
 
-    def _queue_fault(self, request: Request) -> str:
-        """Why the queue does not take a request; "" if it does.
-
-        A tenant may not hold more places than it leaves free, so that one tenant's flood never fills the
-        queue for the others (after Choudhury and Hahne, "Dynamic Queue Length Thresholds", 1998).
-        """
-        free = self._limits.max_num_waiting - self.num_waiting - len(request.sampling)
-        if free < 0:
-            return f"{self.num_waiting} sequences are waiting already; try again later"
-        running = sum(seq.request.tenant == request.tenant for seq in self._running)
-        held = self._roster.num_of_tenant(request.tenant) - running
-        return f"{held} sequences of yours are waiting already; try again later" if held > free else ""
-
-    def refuse(self, request: Request, why: str) -> None:
+    def refuse(self, request: Request, refused: Refused) -> None:
         """Ends a request that was never added; another engine may take it."""
-        for choice in range(len(request.sampling)):
-            self._outputs.finished(request, choice, FinishReason.REFUSED, why)
+        self._outputs.refused(request, refused.refusal, refused.why, refused.retry_after_s)
 
     def abort(self, link: Hashable, request_id: int, choice: int | None = None) -> None:
         """Ends a request, or one choice of it; what it held is free at once. Unknown ones are ignored."""
@@ -328,6 +319,7 @@ class Scheduler:
         seq.set_status(Status.RUNNING)
         self._running.append(seq)
         if self._roster.mark_started(seq.request):
+            self._bounds.note_start(seq.request.tenant, len(seq.request.sampling))
             queue_us = max(0, int((self._clock() - seq.request.arrival) * 1e6))
             cached = min(seq.num_computed, seq.num_prompt)
             self._outputs.started(seq.request, cached_tokens=cached, queue_us=queue_us)
