@@ -19,7 +19,10 @@ _PREFIX = "loraplex_engine_"
 
 @dataclass(frozen=True)
 class _Family:
-    """A metric, and for each value of its second label the name of the figure in the lease."""
+    """A metric, and for each value of its second label the name of the figure in the lease.
+
+    A metric without a second label has one figure, under "".
+    """
 
     name: str
     documentation: str
@@ -86,6 +89,26 @@ _FAMILIES = (
         {"host": "host_bytes"},
         is_counter=False,
     ),
+    _Family(
+        "fairness_gap",
+        "Weighted service, in tokens, between the most and the least served of the tenants that have work.",
+        "",
+        {"": "fairness_gap"},
+        is_counter=False,
+    ),
+    _Family(
+        "refusals",
+        "Requests refused because a queue was full: that of their tenant, or that of all.",
+        "queue",
+        {"tenant": "refused_tenant_queue", "all": "refused_queue"},
+    ),
+    _Family("preemptions", "Times that a sequence gave its blocks back and waited.", "", {"": "preemptions"}),
+    _Family(
+        "seat_yields",
+        "Times that a running sequence stood back so that another tenant's could run.",
+        "",
+        {"": "seat_yields"},
+    ),
 )
 
 
@@ -104,10 +127,12 @@ class EngineMetrics(Collector):
         leases = self._leases()
         for family in _FAMILIES:
             kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
-            metric = kind(_PREFIX + family.name, family.documentation, labels=("engine", family.label))
+            labels = ("engine", family.label) if family.label else ("engine",)
+            metric = kind(_PREFIX + family.name, family.documentation, labels=labels)
             for lease in leases:
                 for value, figure in family.figures.items():
-                    metric.add_metric((lease.engine_id, value), lease.adapters.get(figure, 0.0))
+                    values = (lease.engine_id, value)[: len(labels)]
+                    metric.add_metric(values, lease.adapters.get(figure, 0.0))
             yield metric
         yield self._by_tier(leases)
         yield self._sequences(leases)

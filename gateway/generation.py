@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from gateway.detokenizer import TextStream
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import ApiError, unavailable
-from gateway.metrics import Metrics
+from gateway.metrics import RequestMetrics
+from gateway.refusals import deadline_passed
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import FinishReason, ModelInfo, Submit, TokenLogprobs
 
 STOP, LENGTH = "stop", "length"
+_OUTCOME_OF_STATUS = {429: "refused", 503: "refused", 504: "deadline"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,7 @@ class Generation:
         info: ModelInfo,
         tokenizer: ModelTokenizer,
         stops: Sequence[str],
-        metrics: Metrics,
-        route: str,
+        metrics: RequestMetrics,
     ) -> None:
         first = submits[0]
         self.usage = Usage(prompt_tokens=sum(len(submit.prompt_tokens) for submit in submits))
@@ -92,24 +93,25 @@ class Generation:
             () if first.ignore_eos else info.eos_token_ids
         )
         self._metrics = metrics
-        self._route = route
         self._arrived_at = time.perf_counter()
         self._outcome = "disconnected"
 
     def __enter__(self) -> Generation:
-        self._metrics.running.inc()
+        self._metrics.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
         if error is not None:
-            self._outcome = "refused" if isinstance(error, ApiError) and error.status == 503 else "failed"
-        metrics, usage = self._metrics, self.usage
-        metrics.running.dec()
-        metrics.requests.labels(self._route, self._outcome).inc()
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.cached_tokens.inc(usage.cached_tokens)
-        metrics.completion_tokens.inc(usage.completion_tokens)
+            status = error.status if isinstance(error, ApiError) else 500
+            self._outcome = _OUTCOME_OF_STATUS.get(status, "failed")
+        self._metrics.end(
+            self._outcome,
+            input_tokens=self.usage.prompt_tokens,
+            cached_tokens=self.usage.cached_tokens,
+            output_tokens=self.usage.completion_tokens,
+            queue_s=self._stream.queue_s,
+        )
 
     @property
     def complete(self) -> bool:
@@ -193,9 +195,9 @@ class Generation:
 
     def _observe(self, choice: _Choice, now: float) -> None:
         if choice.last_at:
-            self._metrics.inter_token.observe(now - choice.last_at)
+            self._metrics.inter_token(now - choice.last_at)
         else:
-            self._metrics.first_token.observe(now - self._arrived_at)
+            self._metrics.first_token(now - self._arrived_at)
         choice.last_at = now
 
 
@@ -210,7 +212,5 @@ def _reason_of(delta: Delta) -> str:
             500, delta.error or "The engine failed.", type="server_error", code="generation_failed"
         )
     if delta.finish == FinishReason.FINISH_REASON_DEADLINE:
-        raise ApiError(
-            504, "The request took longer than its deadline.", type="server_error", code="deadline_exceeded"
-        )
+        raise deadline_passed()
     raise unavailable(delta.error or "The engine stopped before the answer was complete. Try again.")

@@ -41,6 +41,11 @@ class ResolvedModel:
         return self.adapter.digest if self.adapter else b""
 
     @property
+    def adapter_name(self) -> str:
+        """The name without version, as the caller says it: `sql`, `owner/sql`. Empty for the base model."""
+        return self.served_name.rpartition("@")[0] if self.adapter else ""
+
+    @property
     def vocab_size(self) -> int:
         """Tokens that exist: more than the base model's where the adapter adds some."""
         return max(self.info.vocab_size, self.adapter.vocab_size if self.adapter else 0)

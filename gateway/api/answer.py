@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import orjson
 from fastapi import Request, Response
 
+from gateway.deadlines import deadline_of
 from gateway.errors import unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
 from gateway.resolve import ResolvedModel
@@ -21,6 +22,9 @@ from gateway.services import Services
 from gateway.sse import STOPPING, DisconnectWatch, EventStream
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import Submit
+
+ENGINE_ERRORS = (404, 500, 504)
+"""What a request that reaches an engine may end in, beside what every request may."""
 
 _LEAST_LOGPROB = -9999.0
 
@@ -57,14 +61,14 @@ async def generate(
 ) -> Response:
     """Runs the submits of a body and answers in its form. Raises as `answer`; `route` is for the metrics."""
     services: Services = request.app.state.services
+    deadline = deadline_of(request.headers, services.settings.request_timeout_s)
     generation = Generation(
-        services.engines.open(submits, model_digest=model.info.digest),
+        services.engines.open(submits, model_digest=model.info.digest, deadline=deadline),
         submits,
         info=model.info,
         tokenizer=tokenizer,
         stops=body.stop_strings,
-        metrics=services.metrics,
-        route=route,
+        metrics=services.metrics.request(submits[0].tenant, model.adapter_name, route),
     )
     choices = sum(len(submit.seeds) for submit in submits)
     return await answer(
