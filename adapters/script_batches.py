@@ -21,10 +21,10 @@ class ScriptBatches:
     def __init__(self, redis: Redis, script: AsyncScript) -> None:
         self._redis = redis
         self._script = script
-        self._waiting: list[tuple[Sequence[str], Sequence[str], asyncio.Future[Any]]] = []
+        self._waiting: list[tuple[Sequence[str], Sequence[str | bytes], asyncio.Future[Any]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def __call__(self, keys: Sequence[str], args: Sequence[str]) -> Any:
+    async def __call__(self, keys: Sequence[str], args: Sequence[str | bytes]) -> Any:
         """The script's reply. Raises what Redis or the connection raises."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
@@ -48,7 +48,7 @@ class ScriptBatches:
         finally:
             self._task = None
 
-    async def _replies(self, calls: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Sequence[Any]:
+    async def _replies(self, calls: Sequence[tuple[Sequence[str], Sequence[str | bytes]]]) -> Sequence[Any]:
         """A reply or an exception for each call: one round trip, or three where Redis has lost the script."""
         try:
             replies = await self._send(calls)
@@ -62,7 +62,7 @@ class ScriptBatches:
         except Exception as error:
             return [error] * len(calls)
 
-    async def _send(self, calls: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Any]:
+    async def _send(self, calls: Sequence[tuple[Sequence[str], Sequence[str | bytes]]]) -> list[Any]:
         # By its hash: of a script object, redis-py asks for each pipeline whether Redis has it.
         async with self._redis.pipeline(transaction=False) as pipe:
             for keys, args in calls:

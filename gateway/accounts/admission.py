@@ -1,0 +1,199 @@
+"""May this request run? One Redis script says so, for all limits of its tenant, key and adapter at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from adapters.script_batches import ScriptBatches
+from gateway.accounts.entry import LedgerEntry
+from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
+from gateway.accounts.rules import apply, bound_output, output_tokens_of, rules_of
+from gateway.accounts.windows import ADMIT, MONTH_TOKENS, REQUESTS, root_of
+from gateway.auth import Principal
+from gateway.errors import ApiError
+from gateway.resolve import ResolvedModel
+from protos.engine_pb2 import Submit
+
+logger = logging.getLogger(__name__)
+
+OPEN_TENANTS = "loraplex:open-tenants"
+"""Set of the tenants that may have open requests."""
+
+WINDOW_MS = 60_000
+_ANSWER_TIMEOUT_S = 1.0
+_AWAY_S = 0.5
+_MAX_SPENT = 10_000
+
+
+@dataclass(slots=True)
+class Admission:
+    """One request that may run, and its ledger entry as far as it is known. To be settled once it has ended."""
+
+    entry: LedgerEntry
+    headers: dict[str, str] = field(default_factory=dict)
+    """`x-ratelimit-*`, for whatever is answered."""
+    admitted: bool = True
+    """False: Redis was away, so nothing is held, or nobody knows whether it is."""
+
+
+class Admissions:
+    """Admits requests, and refuses from memory while it knows that a window is used up.
+
+    While Redis is away every request is admitted: limits are not worth a failure. For one event loop.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        lease_ms: int,
+        on_refusal: Callable[[str, str, str], None],
+        window_ms: int = WINDOW_MS,
+    ) -> None:
+        """`lease_ms` is how long a request counts as running after its gateway was last heard of. `on_refusal`
+        is called with the tenant, the adapter or "", and the kind of limit before each 429.
+        """
+        self._redis = redis
+        self._ask = ScriptBatches(redis, redis.register_script(ADMIT))
+        self._lease_ms = lease_ms
+        self._on_refusal = on_refusal
+        self._window_ms = window_ms
+        self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, subject): its limit, till when
+        self._announced: set[str] = set()
+        self._away_until = 0.0  # time.monotonic()
+
+    def refuse_spent(self, caller: Principal, adapter: str = "") -> None:
+        """Raises ApiError 429 where Redis has said that a window of requests is used up, until it ends.
+
+        That is exact, since requests are never given back; a limit that has changed is asked for anew.
+        """
+        if not self._spent:
+            return
+        now = time.monotonic()
+        for rule in rules_of(caller, adapter):
+            if rule.kind != REQUESTS:
+                continue
+            most, until = self._spent.get((caller.tenant_id, rule.subject), (0, 0.0))
+            if most == rule.most and now < until:
+                spent = Standing(Limit(*rule, amount=1), used=most, reset_ms=math.ceil((until - now) * 1000))
+                raise self._refusal(caller, adapter, [spent])
+
+    async def admit(
+        self,
+        caller: Principal,
+        model: ResolvedModel,
+        submits: Sequence[Submit],
+        *,
+        request_id: str,
+        arrived_ms: int,
+        route: str,
+        open_ended: bool,
+    ) -> Admission:
+        """Takes what the submits may need from every limit, or nothing from any.
+
+        `request_id` is the request's own, and `arrived_ms` Unix time. `open_ended`: the client has not said
+        how long the answer may be; then `max_tokens` of the submits is lowered to what the limits allow in
+        all. Raises ApiError: 429 with the limit that refuses, 400 when the request can never be admitted.
+        Waits for Redis for a second at most.
+        """
+        rules = rules_of(caller, model.adapter_name)
+        input_tokens = sum(len(submit.prompt_tokens) for submit in submits)
+        if open_ended:
+            bound_output(submits, rules, input_tokens)
+        limits = apply(rules, input_tokens, output_tokens_of(submits))
+        entry = LedgerEntry(
+            request_id,
+            arrived_ms,
+            caller.tenant_id,
+            caller.key_id,
+            model.served_name,
+            model.adapter_name,
+            str(model.adapter.version) if model.adapter else "",
+            model.adapter_digest.hex(),
+            route,
+            input_tokens=input_tokens,
+        )
+        asked_at = time.monotonic()
+        reply = await self._reply(entry, limits)
+        if reply is None:
+            return Admission(entry, admitted=False)
+        admitted, now_ms, *figures = reply
+        standings = [
+            Standing(limit, used, self._reset_ms(limit, start_ms, now_ms))
+            for limit, used, start_ms in zip(limits, figures[::2], figures[1::2], strict=True)
+        ]
+        if not admitted:
+            self._remember(caller.tenant_id, standings, asked_at)
+            raise self._refusal(caller, model.adapter_name, standings)
+        return Admission(entry, rate_headers(standings))
+
+    async def _reply(self, entry: LedgerEntry, limits: Sequence[Limit]) -> list[int] | None:
+        """Returns what the script says, or None when Redis is away.
+
+        After a failure one request tries again, after a while; others do not wait for it.
+        """
+        now, was_away = time.monotonic(), self._away_until > 0
+        if was_away:
+            if now < self._away_until:
+                return None
+            self._away_until = now + _ANSWER_TIMEOUT_S
+        asked = orjson.dumps(
+            {
+                "lease": self._lease_ms,
+                "window": self._window_ms,
+                "limits": [[limit.subject, limit.kind, limit.most, limit.amount] for limit in limits],
+            }
+        )
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await self._announce(entry.tenant)
+                reply = await self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
+        except (RedisError, OSError, TimeoutError) as error:
+            if not was_away:
+                logger.warning("limits are not held while Redis is away: %s: %s", type(error).__name__, error)
+            self._away_until = time.monotonic() + _AWAY_S
+            return None
+        self._away_until = 0.0
+        return orjson.loads(reply)
+
+    async def _announce(self, tenant_id: str) -> None:
+        """Notes once where open requests may be found. Not in the script, since it is in another slot."""
+        if tenant_id not in self._announced:
+            await self._redis.sadd(OPEN_TENANTS, tenant_id)  # type: ignore[misc]
+            self._announced.add(tenant_id)
+
+    def _reset_ms(self, limit: Limit, start_ms: int, now_ms: int) -> int:
+        if limit.kind == MONTH_TOKENS:
+            return _ms_to_next_month(now_ms)
+        return start_ms + self._window_ms - now_ms if start_ms else 0
+
+    def _remember(self, tenant_id: str, standings: Sequence[Standing], asked_at: float) -> None:
+        """Keeps what refuses every request until a known time, counted from before Redis was asked."""
+        if len(self._spent) >= _MAX_SPENT:
+            now = time.monotonic()
+            self._spent = {key: value for key, value in self._spent.items() if value[1] > now}
+        for each in standings:
+            if each.limit.kind == REQUESTS and each.refuses:
+                spent_until = asked_at + each.reset_ms / 1000
+                self._spent[tenant_id, each.limit.subject] = (each.limit.most, spent_until)
+
+    def _refusal(self, caller: Principal, adapter: str, standings: Sequence[Standing]) -> ApiError:
+        error = refusal(standings)
+        self._on_refusal(caller.tenant_id, adapter, error.param or "")
+        return error
+
+
+def _ms_to_next_month(now_ms: int) -> int:
+    now = datetime.fromtimestamp(now_ms / 1000, UTC)
+    following = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
+    return int((following - now).total_seconds() * 1000)

@@ -1,0 +1,87 @@
+"""Which limits a caller's request meets, and how much it asks of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gateway.accounts.headers import Limit, never_fits
+from gateway.accounts.windows import (
+    CONCURRENT,
+    INPUT_TOKENS,
+    MONTH_TOKENS,
+    OUTPUT_TOKENS,
+    REQUESTS,
+    TENANT,
+)
+from gateway.auth import Principal
+from gateway.limits import NO_RATES, RateLimits
+from protos.engine_pb2 import Submit
+
+
+class Rule(NamedTuple):
+    """A limit that holds for a caller, whatever it asks for. See `Limit` for the fields."""
+
+    subject: str
+    kind: str
+    most: int
+
+
+def rules_of(caller: Principal, adapter: str) -> list[Rule]:
+    """Returns all limits that a request meets: its tenant's, its key's, and its adapter's if it has any."""
+    rules: list[Rule] = []
+    _add(rules, TENANT, caller.limits.rates)
+    if caller.limits.tokens_per_month is not None:
+        rules.append(Rule(TENANT, MONTH_TOKENS, caller.limits.tokens_per_month))
+    _add(rules, f"key:{caller.key_id}", caller.key_limits)
+    if adapter in caller.adapter_limits:
+        _add(rules, f"adapter:{adapter}", caller.adapter_limits[adapter])
+    return rules
+
+
+def _add(rules: list[Rule], subject: str, rates: RateLimits) -> None:
+    if rates is NO_RATES:
+        return
+    for kind, most in (
+        (REQUESTS, rates.requests_per_minute),
+        (INPUT_TOKENS, rates.input_tokens_per_minute),
+        (OUTPUT_TOKENS, rates.output_tokens_per_minute),
+        (CONCURRENT, rates.concurrent_requests),
+    ):
+        if most is not None:
+            rules.append(Rule(subject, kind, most))
+
+
+def apply(rules: Sequence[Rule], input_tokens: int, output_tokens: int) -> list[Limit]:
+    """Returns what a request of so many tokens asks of each rule.
+    Raises ApiError 400 when one could not even be met with nothing used.
+    """
+    amounts = {
+        INPUT_TOKENS: input_tokens,
+        OUTPUT_TOKENS: output_tokens,
+        MONTH_TOKENS: input_tokens + output_tokens,
+    }
+    limits = [Limit(*rule, amounts.get(rule.kind, 1)) for rule in rules]
+    for limit in limits:
+        if limit.amount > limit.most:
+            raise never_fits(limit)
+    return limits
+
+
+def output_tokens_of(submits: Sequence[Submit]) -> int:
+    """Returns how many tokens the submits generate at most, over all choices."""
+    return sum(submit.max_tokens * len(submit.seeds) for submit in submits)
+
+
+def bound_output(submits: Sequence[Submit], rules: Sequence[Rule], input_tokens: int) -> None:
+    """Lowers `max_tokens` of the submits so that all choices together fit every rule with nothing used.
+
+    Leaves what cannot be lowered so far: at least one token, and `min_tokens`, per choice.
+    """
+    most = {OUTPUT_TOKENS: 0, MONTH_TOKENS: input_tokens}
+    rooms = [rule.most - most[rule.kind] for rule in rules if rule.kind in most]
+    if not rooms:
+        return
+    share = min(rooms) // sum(len(submit.seeds) for submit in submits)
+    for submit in submits:
+        submit.max_tokens = min(submit.max_tokens, max(share, submit.min_tokens, 1))
