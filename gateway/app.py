@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import FastAPI
 
@@ -23,6 +24,7 @@ from gateway.api import (
 )
 from gateway.bodies import BodyLimit
 from gateway.errors import install_error_handling
+from gateway.openapi import DescribedApp
 from gateway.services import Services, open_services
 from gateway.settings import GatewaySettings
 
@@ -42,7 +44,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
             app.state.services = services
             yield
 
-    app = FastAPI(title="Loraplex", lifespan=lifespan, redoc_url=None)
+    app = DescribedApp(title="Loraplex", version=version("loraplex"), lifespan=lifespan, redoc_url=None)
     app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS, exempt_below=_READ_BY_HANDLERS_BELOW)
     install_error_handling(app)
     for module in (
@@ -59,5 +61,5 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         admin,
         health,
     ):
-        app.include_router(module.router)
+        app.include(module.router)
     return app

@@ -14,8 +14,10 @@ from adapters.identity import InvalidName, check_name
 from adapters.registry import AdapterNotFound
 from gateway.adapter_objects import event_object, name_object, own_name
 from gateway.auth import Principal, require
+from gateway.described import described
 from gateway.errors import invalid_request
 from gateway.publication import store_faults
+from gateway.schemas.adapter_answers import Adapter, AdapterHistory
 from gateway.schemas.adapters import CanaryBody, PromoteBody, RenameBody
 from gateway.services import Services
 
@@ -25,7 +27,8 @@ Caller = Annotated[Principal, Depends(require("adapters"))]
 
 
 @router.post("/promote")
-async def promote(
+@described(Adapter, errors=(409,))
+async def promote_adapter(
     name: str, request: Request, caller: Caller, body: PromoteBody | None = None
 ) -> dict[str, Any]:
     """Makes a version live: the given one, else the canary, else the newest. Ends a canary."""
@@ -36,7 +39,8 @@ async def promote(
 
 
 @router.post("/rollback")
-async def rollback(name: str, request: Request, caller: Caller) -> dict[str, Any]:
+@described(Adapter, errors=(409,))
+async def roll_back_adapter(name: str, request: Request, caller: Caller) -> dict[str, Any]:
     """Makes the version live that was so before this one; once more, the one before that. Ends a canary."""
     services: Services = request.app.state.services
     await services.registry.aliases.rollback(caller.tenant_id, own_name(name), by=caller.key_id)
@@ -44,6 +48,7 @@ async def rollback(name: str, request: Request, caller: Caller) -> dict[str, Any
 
 
 @router.put("/canary")
+@described(Adapter, errors=(409,))
 async def begin_canary(name: str, body: CanaryBody, request: Request, caller: Caller) -> dict[str, Any]:
     """Gives a version a share of the requests for the bare name."""
     services: Services = request.app.state.services
@@ -54,6 +59,7 @@ async def begin_canary(name: str, body: CanaryBody, request: Request, caller: Ca
 
 
 @router.delete("/canary")
+@described(Adapter, errors=(409,))
 async def end_canary(name: str, request: Request, caller: Caller) -> dict[str, Any]:
     """Gives all requests for the bare name to the live version again."""
     services: Services = request.app.state.services
@@ -62,7 +68,8 @@ async def end_canary(name: str, request: Request, caller: Caller) -> dict[str, A
 
 
 @router.put("/pin")
-async def pin(name: str, request: Request, caller: Caller) -> dict[str, Any]:
+@described(Adapter, errors=(409,))
+async def pin_adapter(name: str, request: Request, caller: Caller) -> dict[str, Any]:
     """Has engines keep the live version resident, whichever it is. 409 beyond the tenant's quota."""
     services: Services = request.app.state.services
     own = own_name(name)
@@ -76,7 +83,8 @@ async def pin(name: str, request: Request, caller: Caller) -> dict[str, Any]:
 
 
 @router.delete("/pin")
-async def unpin(name: str, request: Request, caller: Caller) -> dict[str, Any]:
+@described(Adapter, errors=(409,))
+async def unpin_adapter(name: str, request: Request, caller: Caller) -> dict[str, Any]:
     """Lets engines evict it again."""
     services: Services = request.app.state.services
     await services.registry.aliases.unpin(caller.tenant_id, own_name(name), by=caller.key_id)
@@ -84,7 +92,8 @@ async def unpin(name: str, request: Request, caller: Caller) -> dict[str, Any]:
 
 
 @router.post("/rename")
-async def rename(name: str, body: RenameBody, request: Request, caller: Caller) -> dict[str, Any]:
+@described(Adapter, errors=(409,))
+async def rename_adapter(name: str, body: RenameBody, request: Request, caller: Caller) -> dict[str, Any]:
     """Gives all versions, with their numbers, aliases and grants, another name."""
     services: Services = request.app.state.services
     own = own_name(name)
@@ -108,7 +117,8 @@ async def rename(name: str, body: RenameBody, request: Request, caller: Caller) 
 
 
 @router.get("/history")
-async def history(name: str, request: Request, caller: Caller) -> dict[str, Any]:
+@described(AdapterHistory)
+async def show_history(name: str, request: Request, caller: Caller) -> dict[str, Any]:
     """Lists what happened to a name, the latest first."""
     services: Services = request.app.state.services
     events = await services.registry.history(caller.tenant_id, own_name(name))

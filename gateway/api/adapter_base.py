@@ -8,13 +8,16 @@ from fastapi import APIRouter, Depends, Request
 
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_object
+from gateway.described import described
 from gateway.errors import unavailable
+from gateway.schemas.adapter_answers import AdapterBase
 from gateway.services import Services
 
 router = APIRouter(tags=["adapters"])
 
 
 @router.get("/v1/adapter-base")
+@described(AdapterBase)
 async def show_base(
     request: Request, caller: Annotated[Principal, Depends(require("adapters"))]
 ) -> dict[str, Any]:

@@ -26,8 +26,10 @@ from adapters.registry import AdapterConflict, AdapterNotFound, AdapterVersion
 from gateway.adapter_objects import own_name, own_ref, version_object
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_of
+from gateway.described import described
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.publication import model_for_uploads
+from gateway.schemas.adapter_answers import AdapterDiff, AdapterFiles
 from gateway.services import Services
 
 router = APIRouter(prefix="/v1/adapters/{name}", tags=["adapters"])
@@ -40,7 +42,8 @@ _SAME_FOR_ALL = ("id", "version", "created", "object", "name")
 
 
 @router.get("/diff")
-async def diff(
+@described(AdapterDiff, errors=(409,))
+async def compare_versions(
     name: str,
     request: Request,
     caller: Caller,
@@ -80,6 +83,7 @@ async def diff(
 
 
 @router.get("/files")
+@described(AdapterFiles, errors=(409,))
 async def list_files(name: str, request: Request, caller: Caller) -> dict[str, Any]:
     """Lists the files of a version, `sql@3`, or of the live one, `sql`, as they were uploaded."""
     services: Services = request.app.state.services
@@ -91,6 +95,7 @@ async def list_files(name: str, request: Request, caller: Caller) -> dict[str, A
 
 
 @router.get("/files/{file}")
+@described(media={"application/octet-stream": None}, errors=(409,))
 async def download_file(name: str, file: str, request: Request, caller: Caller) -> StreamingResponse:
     """Sends one file of a version."""
     services: Services = request.app.state.services

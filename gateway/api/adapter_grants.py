@@ -10,7 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from adapters import lifecycle
 from gateway.adapter_objects import own_name
 from gateway.auth import Principal, require
+from gateway.described import described
 from gateway.errors import invalid_request
+from gateway.schemas.adapter_answers import Grant
 from gateway.services import Services
 
 router = APIRouter(prefix="/v1/adapters/{name}/grants", tags=["adapters"])
@@ -30,7 +32,8 @@ Grantee = Annotated[str, Depends(_tenant_id)]
 
 
 @router.put("/{tenant}")
-async def grant(name: str, tenant: Grantee, request: Request, caller: Caller) -> dict[str, Any]:
+@described(Grant, errors=(409,))
+async def grant_adapter(name: str, tenant: Grantee, request: Request, caller: Caller) -> dict[str, Any]:
     """Lets a tenant use all versions of the name. Whether there is such a tenant is not said."""
     services: Services = request.app.state.services
     if tenant == caller.tenant_id:
@@ -42,7 +45,8 @@ async def grant(name: str, tenant: Grantee, request: Request, caller: Caller) ->
 
 
 @router.delete("/{tenant}")
-async def revoke(name: str, tenant: Grantee, request: Request, caller: Caller) -> dict[str, Any]:
+@described(Grant, errors=(409,))
+async def revoke_grant(name: str, tenant: Grantee, request: Request, caller: Caller) -> dict[str, Any]:
     """Takes a grant back, from the next request on. One that was not given is no error."""
     services: Services = request.app.state.services
     await services.registry.grants.revoke(caller.tenant_id, own_name(name), tenant, by=caller.key_id)

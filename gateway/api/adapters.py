@@ -11,6 +11,8 @@ from adapters.registry import AdapterName, AdapterNotFound
 from gateway.adapter_objects import name_object, own_name, own_ref, version_object
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal, require
+from gateway.described import described
+from gateway.schemas.adapter_answers import AdapterDeleted, AdapterDetails, AdapterList
 from gateway.services import Services
 
 router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @router.get("")
+@described(AdapterList)
 async def list_adapters(request: Request, caller: Principal = Depends(require("adapters"))) -> dict[str, Any]:
     """Lists the tenant's adapters by name, each with its live version, and the bytes of all versions."""
     services: Services = request.app.state.services
@@ -28,6 +31,7 @@ async def list_adapters(request: Request, caller: Principal = Depends(require("a
 
 
 @router.get("/{name}")
+@described(AdapterDetails)
 async def show_adapter(
     name: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:
@@ -45,6 +49,7 @@ async def show_adapter(
 
 
 @router.delete("/{name}")
+@described(AdapterDeleted, errors=(409,))
 async def remove_adapter(
     name: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.api.answer import finish_reason_of, finite, generate, head, token_text, tokens_of
+from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate, head, token_text, tokens_of
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
+from gateway.described import EVENTS, described
 from gateway.generation import Piece, TokenInfo, Usage
 from gateway.prompts import chat_prompt
 from gateway.resolve import ResolvedModel
+from gateway.schemas.answers import ChatCompletion, ChatCompletionChunk
 from gateway.schemas.chat import ChatRequest
 from gateway.services import Services
 from gateway.sse import event
@@ -24,6 +26,7 @@ router = APIRouter(tags=["inference"])
 
 
 @router.post("/v1/chat/completions")
+@described(ChatCompletion, media={EVENTS: ChatCompletionChunk}, body=ChatRequest, errors=ENGINE_ERRORS)
 async def create_chat_completion(
     request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> Response:

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.api.answer import finish_reason_of, finite, generate, head, token_text, tokens_of
+from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate, head, token_text, tokens_of
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
+from gateway.described import EVENTS, described
 from gateway.generation import Piece, TokenInfo, Usage
 from gateway.prompts import completion_prompts
 from gateway.resolve import ResolvedModel
+from gateway.schemas.answers import TextCompletion, TextCompletionChunk
 from gateway.schemas.completion import DEFAULT_MAX_TOKENS, CompletionRequest
 from gateway.services import Services
 from gateway.sse import event
@@ -23,6 +25,7 @@ router = APIRouter(tags=["inference"])
 
 
 @router.post("/v1/completions")
+@described(TextCompletion, media={EVENTS: TextCompletionChunk}, body=CompletionRequest, errors=ENGINE_ERRORS)
 async def create_completion(
     request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> Response:

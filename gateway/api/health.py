@@ -9,21 +9,27 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
+from gateway.described import described
+from gateway.schemas.answers import Health, Readiness
 from gateway.services import Services
 
 router = APIRouter(tags=["health"])
+
+METRICS_MEDIA = "text/plain; version=0.0.4; charset=utf-8"
 
 _PING_TIMEOUT_S = 1.0
 
 
 @router.get("/health")
-async def health() -> dict[str, str]:
+@described(Health)
+async def show_health() -> dict[str, str]:
     """Says that the process lives."""
     return {"status": "ok"}
 
 
 @router.get("/ready")
-async def ready(request: Request) -> Response:
+@described(Readiness, also={503: Readiness})
+async def show_readiness(request: Request) -> Response:
     """Says whether requests can be served: 200, or 503 when no engine is ready; and what is missing.
 
     Without Redis, known keys and adapters go on. A load balancer that took all gateways out would end that.
@@ -41,11 +47,12 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
+@described(media={METRICS_MEDIA: None})
+async def show_metrics(request: Request) -> Response:
     """Shows the process's metrics in Prometheus' text format."""
     services: Services = request.app.state.services
     services.metrics.engines_ready.set(services.engines.ready_engines())
-    return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(services.metrics.render(), media_type=METRICS_MEDIA)
 
 
 async def _redis_answers(services: Services) -> bool:

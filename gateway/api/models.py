@@ -8,7 +8,9 @@ from fastapi import APIRouter, Depends, Request
 
 from adapters.registry import AdapterVersion
 from gateway.auth import Principal, require
+from gateway.described import described
 from gateway.resolve import model_not_found, nothing_is_live
+from gateway.schemas.answers import Model, ModelList
 from gateway.services import Services
 from protos.engine_pb2 import ModelInfo
 
@@ -18,6 +20,7 @@ _OWNER = "loraplex"
 
 
 @router.get("/v1/models")
+@described(ModelList)
 async def list_models(
     request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> dict[str, Any]:
@@ -34,6 +37,7 @@ async def list_models(
 
 
 @router.get("/v1/models/{name:path}")
+@described(Model)
 async def retrieve_model(
     name: str, request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from fastapi import APIRouter, Depends, Request
 
 from gateway.adapter_objects import version_object
 from gateway.auth import Principal, require
+from gateway.described import described
 from gateway.errors import ApiError
 from gateway.publication import check_upload_name, largest_upload, model_for_uploads, publish_folder, staged
+from gateway.schemas.adapter_answers import AdapterVersion
 from gateway.schemas.adapters import PullBody
 from gateway.services import Services
 from gateway.upload_sessions import UploadOptions
@@ -18,6 +20,7 @@ router = APIRouter(tags=["adapters"])
 
 
 @router.post("/v1/adapter-pulls", status_code=201)
+@described(AdapterVersion, errors=(404, 409, 502))
 async def pull_adapter(
     body: PullBody, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from adapters.adapter_files import check_complete, is_adapter_file, is_weights, 
 from adapters.errors import InvalidAdapter
 from gateway.adapter_objects import version_object
 from gateway.auth import Principal, require
+from gateway.described import described
 from gateway.errors import ApiError, invalid_request
 from gateway.publication import (
     UploadOptions,
@@ -27,6 +28,14 @@ from gateway.publication import (
     staged,
     store_faults,
 )
+from gateway.schemas.adapter_answers import (
+    AdapterForm,
+    AdapterVersion,
+    CompleteUpload,
+    OpenUpload,
+    UploadDeleted,
+    UploadProgress,
+)
 from gateway.schemas.adapters import UploadBody
 from gateway.services import Services
 from gateway.upload_sessions import ExpectedFile, UploadSession, describe
@@ -37,6 +46,7 @@ router = APIRouter(tags=["adapters"])
 
 
 @router.post("/v1/adapters", status_code=201)
+@described(AdapterVersion, body=AdapterForm, body_media="multipart/form-data", errors=(409,))
 async def upload_adapter(
     request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:
@@ -57,6 +67,7 @@ async def upload_adapter(
 
 
 @router.post("/v1/adapter-uploads", status_code=201)
+@described(OpenUpload | CompleteUpload, errors=(409,))
 async def begin_upload(
     body: UploadBody, request: Request, response: Response, caller: Principal = Depends(require("adapters"))
 ) -> Mapping[str, Any]:
@@ -85,6 +96,7 @@ async def begin_upload(
 
 
 @router.get("/v1/adapter-uploads/{upload_id}")
+@described(OpenUpload)
 async def show_upload(
     upload_id: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> Mapping[str, Any]:
@@ -94,6 +106,13 @@ async def show_upload(
 
 
 @router.patch("/v1/adapter-uploads/{upload_id}/{file_name}")
+@described(
+    UploadProgress,
+    body=bytes,
+    body_media="application/octet-stream",
+    headers=(OFFSET_HEADER,),
+    errors=(409,),
+)
 async def append_to_upload(
     upload_id: str, file_name: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> JSONResponse:
@@ -120,6 +139,7 @@ async def append_to_upload(
 
 
 @router.post("/v1/adapter-uploads/{upload_id}/complete", status_code=201)
+@described(AdapterVersion, errors=(409,))
 async def complete_upload(
     upload_id: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:
@@ -149,6 +169,7 @@ async def complete_upload(
 
 
 @router.delete("/v1/adapter-uploads/{upload_id}")
+@described(UploadDeleted)
 async def give_up_upload(
     upload_id: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:

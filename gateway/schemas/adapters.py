@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from adapters.adapter_files import MAX_FILES
 from adapters.identity import MAX_VERSION
 from gateway.schemas.generation import StrictModel
 
+NAME_PATTERN = "^[a-z0-9][a-z0-9._-]{0,62}$"
+AdapterName = Annotated[str, WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
+"""What a name may be is checked by `adapters.identity`, whose message has the mend."""
+
 
 class PromoteBody(StrictModel):
     """Body of `POST /v1/adapters/{name}/promote`."""
 
-    version: int | None = Field(None, ge=1, le=MAX_VERSION)
+    model_config = ConfigDict(json_schema_extra={"examples": [{"version": 1}]})
+
+    version: int | None = Field(
+        None, ge=1, le=MAX_VERSION, description="Without it the canary, else the newest."
+    )
 
 
 class CanaryBody(StrictModel):
     """Body of `PUT /v1/adapters/{name}/canary`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2, "percent": 10}]})
 
     version: int = Field(ge=1, le=MAX_VERSION)
     percent: float = Field(ge=0.01, le=100)
@@ -25,7 +37,9 @@ class CanaryBody(StrictModel):
 class RenameBody(StrictModel):
     """Body of `POST /v1/adapters/{name}/rename`."""
 
-    name: str
+    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "database"}]})
+
+    name: AdapterName
 
 
 class FileBody(StrictModel):
@@ -39,17 +53,33 @@ class FileBody(StrictModel):
 class UploadBody(StrictModel):
     """Body of `POST /v1/adapter-uploads`."""
 
-    name: str
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "name": "sql",
+                    "files": [
+                        {"name": "adapter_config.json", "bytes": 401, "sha256": "0a" * 32},
+                        {"name": "adapter_model.safetensors", "bytes": 1024, "sha256": "1b" * 32},
+                    ],
+                }
+            ]
+        }
+    )
+
+    name: AdapterName
     files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
-    allow_zero: bool = False
-    promote: bool = True
+    allow_zero: bool = Field(False, description="Take an adapter that changes nothing.")
+    promote: bool = Field(True, description="`false`: stage it, do not make it live.")
 
 
 class PullBody(StrictModel):
     """Body of `POST /v1/adapter-pulls`."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"repo": "acme/sql-lora", "name": "sql"}]})
+
     repo: str = Field(max_length=200)
     revision: str = Field("main", max_length=200)
-    name: str
-    allow_zero: bool = False
-    promote: bool = True
+    name: AdapterName
+    allow_zero: bool = Field(False, description="Take an adapter that changes nothing.")
+    promote: bool = Field(True, description="`false`: stage it, do not make it live.")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from gateway.schemas.generation import (
     MAX_TOP_LOGPROBS,
+    AtMost,
     GenerationFields,
     StrictModel,
     Unsupported,
-    at_most,
     fault,
 )
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+_NO_CHANGE = "Accepted; changes nothing."
 
 
 class TextPart(StrictModel):
@@ -30,7 +31,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[TextPart], at_most(MAX_PARTS)]
+    content: Annotated[str | list[TextPart], AtMost(MAX_PARTS)]
     name: str | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
@@ -55,22 +56,51 @@ class ResponseFormat(StrictModel):
 class ChatRequest(GenerationFields):
     """A conversation to be continued by one message."""
 
-    messages: Annotated[list[ChatMessage], at_most(MAX_MESSAGES), Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "sql",
+                    "messages": [
+                        {"role": "system", "content": "Answer with one SQL statement."},
+                        {"role": "user", "content": "How many users are there?"},
+                    ],
+                    "max_completion_tokens": 32,
+                    "temperature": 0,
+                },
+                {
+                    "model": "sql@1",
+                    "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "stop": ["\n\n"],
+                    "seed": 7,
+                    "max_tokens": 16,
+                },
+            ]
+        }
+    )
+
+    messages: Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over `max_tokens`.")
+    logprobs: bool | None = Field(False, description="Give the tokens with their logprobs.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives a token; needs `logprobs`."
+    )
+    add_generation_prompt: bool | None = Field(None, description="As `apply_chat_template` has it.")
+    continue_final_message: bool = Field(
+        False, description="Continue the last message, not the conversation."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
     response_format: ResponseFormat | None = None
     # Accepted, since they do not change the answer.
-    store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    modalities: Annotated[list[Literal["text"]] | None, at_most(1)] = None
-    parallel_tool_calls: bool | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    store: bool | None = Field(None, description=_NO_CHANGE)
+    service_tier: Literal["auto", "default"] | None = Field(None, description=_NO_CHANGE)
+    modalities: Annotated[list[Literal["text"]] | None, AtMost(1)] = Field(None, description=_NO_CHANGE)
+    parallel_tool_calls: bool | None = Field(None, description=_NO_CHANGE)
+    tool_choice: Literal["none", "auto"] | None = Field(None, description=_NO_CHANGE)
+    safety_identifier: str | None = Field(None, description=_NO_CHANGE)
+    prompt_cache_key: str | None = Field(None, description=_NO_CHANGE)
     # Known, and refused when used.
     tools: Unsupported = None
     functions: Unsupported = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from gateway.schemas.generation import (
     MAX_CHOICES,
@@ -25,9 +25,18 @@ _Several = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 class CompletionRequest(GenerationFields):
     """One or more prompts, as text or as token ids, to be continued."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "sql", "prompt": "SELECT", "max_tokens": 8, "temperature": 0, "logprobs": 2},
+                {"model": "sql", "prompt": [[1, 2, 3], [4, 5, 6]], "n": 2, "stream": True},
+            ]
+        }
+    )
+
     prompt: str | Tokens | Annotated[list[str], _Several] | Annotated[list[Tokens], _Several]
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives a token.")
+    best_of: int | None = Field(None, description="Only the same as `n`.")
     suffix: Unsupported = None
     echo: Unsupported = None
 

@@ -6,6 +6,7 @@ What would change the answer but is not supported is refused by name.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -13,29 +14,38 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     ValidationInfo,
+    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 _MAX_FIELDS = 128
+_MODEL = "The base model, `name`, `name@version`, `name@live`, or `owner/name` for a granted one."
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+LogitBias = Annotated[float, WithJsonSchema({"type": "number", "minimum": -100, "maximum": 100})]
 
 
 def _refuse(value: Any, info: ValidationInfo) -> None:
-    if value not in (None, [], {}, "", False):
+    if not (value is None or value is False or value in ([], {}, "")):
         raise PydanticCustomError(
             "unsupported", "'{name}' is not supported by this server.", {"name": info.field_name}
         )
 
 
-Unsupported = Annotated[None, BeforeValidator(_refuse)]
+Unsupported = Annotated[
+    None,
+    BeforeValidator(_refuse),
+    WithJsonSchema({"enum": [None, False, "", [], {}], "description": "Not supported: refused when used."}),
+]
 """A field that is known, and accepted only when it asks for nothing."""
 
 
@@ -45,13 +55,30 @@ def _check_count(value: Any, most: int) -> Any:
     return value
 
 
-def at_most(count: int) -> BeforeValidator:
-    """Returns the bound for a list or an object, which is checked before its entries are.
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """The bound for a list or an object, which is checked before its entries are.
 
     pydantic's own bounds come after, and it makes a fault of each bad entry: a body of millions would hold up
     every other request for seconds.
     """
-    return BeforeValidator(lambda value: _check_count(value, count))
+
+    count: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: _check_count(value, self.count), handler(source)
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        found = handler(schema)
+        for kind in found.get("anyOf", [found]):
+            bound = {"array": "maxItems", "object": "maxProperties"}.get(kind.get("type"))
+            if bound:
+                kind[bound] = self.count
+        return found
 
 
 def fault(field: str, reason: str) -> PydanticCustomError:
@@ -80,29 +107,51 @@ class StreamOptions(StrictModel):
 class GenerationFields(StrictModel):
     """How to generate: everything but the prompt and the number of tokens."""
 
-    model: str = Field(min_length=1, max_length=256)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    stop: Annotated[StopString | list[StopString] | None, at_most(MAX_STOPS)] = None
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**32, description="0 and -1: off.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logit_bias: Annotated[dict[str, float] | None, at_most(1024)] = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, at_most(64)] = None
+    model: str = Field(min_length=1, max_length=256, description=_MODEL, examples=["sql", "sql@3"])
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices; 1 by default.")
+    stream: bool | None = Field(False, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
+    stop: Annotated[StopString | list[StopString] | None, AtMost(MAX_STOPS)] = Field(
+        None, description="The answer ends before the first of these."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens of a choice.")
+    min_tokens: int | None = Field(None, ge=0, description="Least tokens of a choice.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0: greedy; 1 by default.")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="The most likely tokens, up to this probability."
+    )
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**32, description="The most likely tokens, this many; 0 and -1: off."
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Tokens at least this likely, relative to the best."
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken off the logits of tokens that the answer has."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="The same, times how often it has them."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="Above 1: makes tokens that occurred less likely, the prompt's too."
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="The same seed, prompt and model give the same answer."
+    )
+    logit_bias: Annotated[dict[str, LogitBias] | None, AtMost(1024)] = Field(
+        None,
+        description="By token id, what is added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+    )
+    ignore_eos: bool | None = Field(None, description="Go on past the model's own end tokens.")
+    stop_token_ids: Annotated[list[TokenId] | None, AtMost(64)] = Field(
+        None, description="Further end tokens."
+    )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Narrows who shares cached prefixes."
     )
-    user: str | None = None
-    metadata: Annotated[dict[str, str] | None, at_most(64)] = None
+    user: str | None = Field(None, description="While a canary runs, the same user meets the same version.")
+    metadata: Annotated[dict[str, str] | None, AtMost(64)] = Field(None, description="Changes nothing.")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationFields:

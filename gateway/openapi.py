@@ -1,0 +1,251 @@
+"""The OpenAPI description: what FastAPI finds out, and what it cannot know.
+
+FastAPI knows paths, parameters and the bodies that it reads. Added here: answers and bodies as `described`
+beside each route, the errors that follow from a route's key, parameters and body, and the key itself. The 422
+that FastAPI assumes is taken out: a request that is not right gets 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+
+from gateway.auth import Requirement
+from gateway.described import EVENTS, JSON, Description, description_of
+from gateway.schemas.answers import ErrorBody
+
+_REF = "#/components/schemas/{model}"
+_KEY = "key"
+
+_ABOUT = """\
+Many fine-tunes of one model behind OpenAI's API. Send a key as `Authorization: Bearer KEY`. Every error has
+OpenAI's shape, and every answer the header `x-request-id`.
+"""
+
+_TAGS = (
+    ("inference", "Chat and text completions, whole or as server-sent events. Scope `inference`."),
+    ("models", "What may be named as `model`. Scope `inference`."),
+    ("adapters", "A tenant's own adapters: uploads, versions, aliases, grants. Scope `adapters`."),
+    ("admin", "The operator's: tenants, their keys, limits and what was done. Scope `admin`."),
+    ("usage", "What was used, by tenant, adapter and day."),
+    ("health", "For orchestrators and Prometheus. No key."),
+)
+
+_ERRORS = {
+    400: "The request can never succeed as it stands: `param` names the field.",
+    401: "The key is absent, unknown, revoked or expired.",
+    403: "The key lacks the scope, its tenant is suspended, or the operator does not allow it.",
+    404: "There is no such model, adapter, tenant or key; the same for somebody else's.",
+    408: "The body did not arrive in time.",
+    409: "What is there does not allow it: the message has the mend.",
+    413: "The body, or the upload, is larger than what is taken.",
+    415: "The body is of a media type or content encoding that is not read.",
+    429: "A limit, or too many wrong keys: the message says which, and `Retry-After` when to try again.",
+    500: "The engine failed on this request, or the gateway has a bug.",
+    502: "The hub that the adapter was to come from is at fault.",
+    503: "No engine, no Redis or no store just now: `Retry-After` says when to try again.",
+    504: "The request took longer than its deadline.",
+}
+
+_INTEGER = {"type": "integer", "minimum": 0}
+_RESPONSE_HEADERS = {
+    "RequestId": {"description": "The request's id, as in the gateway's log.", "schema": {"type": "string"}},
+    "RetryAfter": {"description": "Seconds after which to try again.", "schema": _INTEGER},
+    "Authenticate": {"description": "How to authenticate.", "schema": {"type": "string"}},
+}
+_HEADERS_OF_ERROR = {
+    401: {"WWW-Authenticate": "Authenticate"},
+    429: {"Retry-After": "RetryAfter"},
+    503: {"Retry-After": "RetryAfter"},
+}
+
+_REQUEST_HEADERS = {
+    "Upload-Offset": (
+        "At which byte of the file the body begins.",
+        True,
+        {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
+        0,
+    ),
+}
+"""Headers that endpoints read by themselves: what they mean, whether they must be there, schema, example."""
+
+_PARAMETERS = {
+    "name": ("An adapter's name; `name@version` where one version is meant.", "sql"),
+    "tenant": ("Another tenant's id.", "globex"),
+    "file": ("A file's name.", "adapter_config.json"),
+    "file_name": ("The name of a file that was announced.", "adapter_model.safetensors"),
+    "upload_id": ("The id that the upload began with.", "0123456789abcdef0123456789abcdef"),
+    "tenant_id": ("A tenant's id.", "acme"),
+    "key_id": ("A key's id, which is the middle part of its text.", "0f3a9c1d2e4b"),
+    "from": ("The number of a version.", 1),
+    "to": ("The number of another one; the live one by default.", 2),
+}
+
+
+class DescribedApp(FastAPI):
+    """A FastAPI application whose description is complete, where all routes came by `include`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            description=_ABOUT,
+            openapi_tags=[{"name": name, "description": text} for name, text in _TAGS],
+            generate_unique_id_function=lambda route: route.name,
+            **options,
+        )
+        self._included: list[APIRouter] = []
+
+    def include(self, router: APIRouter) -> None:
+        """Adds a router's routes."""
+        self._included.append(router)
+        self.include_router(router)
+
+    def openapi(self) -> dict[str, Any]:
+        """Returns the description. Made once, which takes a while."""
+        if self.openapi_schema is None:
+            _complete(super().openapi(), list(self._routes()))
+        return super().openapi()
+
+    def _routes(self) -> Iterator[APIRoute]:
+        for router in self._included:
+            yield from (route for route in router.routes if isinstance(route, APIRoute))
+
+
+def _complete(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
+    """Puts into FastAPI's document what it lacks."""
+    descriptions = [description_of(route.endpoint) for route in routes]
+    schema_of = _Schemas(descriptions)
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas.update(schema_of.definitions)
+    components["schemas"] = dict(sorted(schemas.items()))
+    components["responses"] = {_name_of(status): _error_response(status, schema_of) for status in _ERRORS}
+    components["headers"] = _RESPONSE_HEADERS
+    components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer", "bearerFormat": "lpx_..."}}
+    for route, description in zip(routes, descriptions, strict=True):
+        for method in route.methods:
+            operation = document["paths"][route.path_format][method.lower()]
+            _describe(operation, route, description, schema_of)
+
+
+def _describe(
+    operation: dict[str, Any], route: APIRoute, description: Description, schema_of: _Schemas
+) -> None:
+    """Completes one operation."""
+    for parameter in operation.get("parameters", ()):
+        if parameter["name"] in _PARAMETERS:
+            parameter["description"], parameter["example"] = _PARAMETERS[parameter["name"]]
+    for header in description.headers:
+        operation.setdefault("parameters", []).append(_header_parameter(header))
+    if description.body is not None:
+        content = {description.body_media: {"schema": schema_of(description.body, "validation")}}
+        operation["requestBody"] = {"required": True, "content": content}
+    has_key = any(isinstance(part.call, Requirement) for part in route.dependant.dependencies)
+    if has_key:
+        operation["security"] = [{_KEY: []}]
+    success = {
+        "description": "It worked.",
+        "headers": _headers({}),
+        "content": _content(description, schema_of),
+    }
+    responses: dict[str, Any] = {str(route.status_code or 200): success}
+    for status, answer in description.also.items():
+        responses[str(status)] = {
+            "description": _ERRORS[status],
+            "headers": _headers({}),
+            "content": {JSON: {"schema": schema_of(answer, "serialization")}},
+        }
+    for status in _errors_of(operation, description, has_key=has_key):
+        responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name_of(status)}"})
+    operation["responses"] = responses
+
+
+def _errors_of(operation: Mapping[str, Any], description: Description, *, has_key: bool) -> Sequence[int]:
+    """The errors that a route may answer: what was said of it, and what follows from what it takes."""
+    parameters, body = operation.get("parameters", ()), "requestBody" in operation
+    found = set(description.errors)
+    if has_key:
+        found |= {401, 403, 429, 503}
+    if parameters or body:
+        found.add(400)
+    if any(parameter["in"] == "path" for parameter in parameters):
+        found.add(404)
+    if body:
+        found |= {408, 413, 415}
+    return sorted(found)
+
+
+def _content(description: Description, schema_of: _Schemas) -> dict[str, Any]:
+    """The media types of a success."""
+    content: dict[str, Any] = {}
+    if description.answer is not None:
+        content[JSON] = {"schema": schema_of(description.answer, "serialization")}
+    for media, kind in description.media.items():
+        schema: dict[str, Any] = {"type": "string"}
+        if media == EVENTS:
+            schema["description"] = (
+                "Lines `data: {…}`, each followed by an empty one; the last is `data: [DONE]`. A failure "
+                "after the first token is an event whose data is an `ErrorBody`."
+            )
+            schema["contentMediaType"] = JSON
+            schema["contentSchema"] = schema_of(kind, "serialization")
+        content[media] = {"schema": schema}
+    return content
+
+
+def _error_response(status: int, schema_of: _Schemas) -> dict[str, Any]:
+    return {
+        "description": _ERRORS[status],
+        "headers": _headers(_HEADERS_OF_ERROR.get(status, {})),
+        "content": {JSON: {"schema": schema_of(ErrorBody, "serialization")}},
+    }
+
+
+def _headers(more: Mapping[str, str]) -> dict[str, Any]:
+    named = {"x-request-id": "RequestId", **more}
+    return {header: {"$ref": f"#/components/headers/{name}"} for header, name in named.items()}
+
+
+def _header_parameter(name: str) -> dict[str, Any]:
+    text, required, schema, example = _REQUEST_HEADERS[name]
+    return {
+        "name": name,
+        "in": "header",
+        "required": required,
+        "description": text,
+        "schema": schema,
+        "example": example,
+    }
+
+
+def _name_of(status: int) -> str:
+    return f"Error{status}"
+
+
+class _Schemas:
+    """JSON schemas of the types that descriptions name, all made at once so that each has one definition."""
+
+    def __init__(self, descriptions: Sequence[Description]) -> None:
+        answers = [ErrorBody]
+        for description in descriptions:
+            answers += [description.answer, *description.also.values()]
+            answers += [kind for media, kind in description.media.items() if media == EVENTS]
+        bodies = [description.body for description in descriptions]
+        modes: list[tuple[Any, Literal["serialization", "validation"]]] = [
+            *((kind, "serialization") for kind in answers if kind is not None),
+            *((kind, "validation") for kind in bodies if kind is not None),
+        ]
+        wanted = {(id(kind), mode): (kind, mode) for kind, mode in modes}
+        self._by_type, document = TypeAdapter.json_schemas(
+            [(key[0], mode, TypeAdapter(kind)) for key, (kind, mode) in wanted.items()], ref_template=_REF
+        )
+        self.definitions: dict[str, Any] = document.get("$defs", {})
+
+    def __call__(self, kind: Any, mode: Literal["serialization", "validation"]) -> dict[str, Any]:
+        """Returns the schema of a type: as a rule a reference to its definition."""
+        return self._by_type[id(kind), mode]
