@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ class ErrorBoundary:
             await self._app(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrived_at=time.perf_counter())
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gateway.accounts.admission import Admission
+from gateway.accounts.entry import Outcome, Settlement
+from gateway.accounts.ledger import Ledger
 from gateway.detokenizer import TextStream
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import ApiError, unavailable
@@ -15,7 +18,6 @@ from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import FinishReason, ModelInfo, Submit, TokenLogprobs
 
 STOP, LENGTH = "stop", "length"
-_OUTCOME_OF_STATUS = {429: "refused", 503: "refused", 504: "deadline"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Generation:
         tokenizer: ModelTokenizer,
         stops: Sequence[str],
         metrics: RequestMetrics,
+        admission: Admission,
+        ledger: Ledger,
     ) -> None:
         first = submits[0]
         self.usage = Usage(prompt_tokens=sum(len(submit.prompt_tokens) for submit in submits))
@@ -93,24 +97,52 @@ class Generation:
             () if first.ignore_eos else info.eos_token_ids
         )
         self._metrics = metrics
-        self._arrived_at = time.perf_counter()
-        self._outcome = "disconnected"
+        self._admission = admission
+        self._ledger = ledger
+        self._first_at: float | None = None  # when the first token of all came, by time.perf_counter()
+        self._outcome = Outcome.DISCONNECTED
 
     def __enter__(self) -> Generation:
         self._metrics.begin()
+        self._ledger.begin(self._admission.entry, self.usage, admitted=self._admission.admitted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
         if error is not None:
-            status = error.status if isinstance(error, ApiError) else 500
-            self._outcome = _OUTCOME_OF_STATUS.get(status, "failed")
+            self._outcome = self._outcome_of(error)
+        settlement = self._settlement()
+        self._ledger.settle(self._admission.entry, settlement)
         self._metrics.end(
             self._outcome,
-            input_tokens=self.usage.prompt_tokens,
-            cached_tokens=self.usage.cached_tokens,
-            output_tokens=self.usage.completion_tokens,
+            input_tokens=settlement.input_tokens,
+            cached_tokens=settlement.cached_tokens,
+            output_tokens=settlement.output_tokens,
             queue_s=self._stream.queue_s,
+        )
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        status = error.status if isinstance(error, ApiError) else 500
+        if status == 504:
+            return Outcome.DEADLINE
+        return Outcome.REFUSED if status in (429, 503) and not self._started else Outcome.FAILED
+
+    @property
+    def _started(self) -> bool:
+        """Whether an engine has begun to work on it; else it cost nothing."""
+        return self._stream.queue_s is not None
+
+    def _settlement(self) -> Settlement:
+        arrived_at, first_at, usage = self._admission.arrived_at, self._first_at, self.usage
+        return Settlement(
+            self._outcome,
+            input_tokens=usage.prompt_tokens if self._started else 0,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            duration_ms=_to_ms(time.perf_counter() - arrived_at),
+            queue_ms=_to_ms(self._stream.queue_s or 0),
+            ttft_ms=None if first_at is None else _to_ms(first_at - arrived_at),
+            engine=self._stream.engine_id,
         )
 
     @property
@@ -138,7 +170,7 @@ class Generation:
             if pieces:
                 return pieces
         if self.complete:
-            self._outcome = "completed"
+            self._outcome = Outcome.COMPLETED
         return []
 
     def _consume(self, delta: Delta, now: float) -> Piece | None:
@@ -197,8 +229,13 @@ class Generation:
         if choice.last_at:
             self._metrics.inter_token(now - choice.last_at)
         else:
-            self._metrics.first_token(now - self._arrived_at)
+            self._first_at = self._first_at or now
+            self._metrics.first_token(now - self._admission.arrived_at)
         choice.last_at = now
+
+
+def _to_ms(seconds: float) -> int:
+    return int(seconds * 1000)
 
 
 def _reason_of(delta: Delta) -> str:

@@ -13,6 +13,9 @@ from redis.asyncio import Redis
 from adapters.blob_store import BlobStore, open_store, read_file
 from adapters.leases import EngineLeases
 from adapters.registry import Registry
+from gateway.accounts.admission import Admissions
+from gateway.accounts.ledger import Ledger, open_ledger
+from gateway.audit import Audit
 from gateway.auth import Authenticator
 from gateway.engine_client import EngineFleet
 from gateway.engine_metrics import EngineMetrics
@@ -20,6 +23,7 @@ from gateway.housekeeping import housekeeping
 from gateway.keys import Keys
 from gateway.metrics import Metrics
 from gateway.own_tokenizers import OwnTokenizers
+from gateway.prices import PriceList, load_prices
 from gateway.redis_client import connect
 from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
@@ -29,6 +33,7 @@ from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
 from gateway.upload_slots import UploadSlots
 from gateway.upload_transfers import UploadTransfers
+from gateway.usage import UsageReader
 
 if TYPE_CHECKING:
     from gateway.hub import Hub
@@ -43,6 +48,7 @@ class Services:
     authenticator: Authenticator
     tenants: Tenants
     keys: Keys
+    audit: Audit
     registry: Registry
     store: BlobStore
     engines: EngineFleet
@@ -51,6 +57,11 @@ class Services:
     templates: TemplateHost
     models: ModelResolver
     metrics: Metrics
+    admissions: Admissions
+    ledger: Ledger
+    usage: UsageReader
+    prices: PriceList | None
+    """None: the operator has given none."""
     hub: Hub | None
     """None: the operator allows no pulls."""
     upload_slots: UploadSlots
@@ -88,12 +99,17 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
         await engines.start()
         stack.push_async_callback(engines.close)
+        metrics = Metrics(EngineMetrics(engines.leases), labels=settings.metrics_labels)
+        ledger = await stack.enter_async_context(
+            open_ledger(redis, journal=settings.journal, lease_s=settings.lease_s, days=settings.ledger_days)
+        )
         yield Services(
             settings=settings,
             redis=redis,
             authenticator=authenticator,
             tenants=tenants,
             keys=keys,
+            audit=Audit(redis),
             registry=registry,
             store=store,
             engines=engines,
@@ -101,7 +117,11 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             own_tokenizers=OwnTokenizers(tokenizers, partial(read_file, store)),
             templates=templates,
             models=ModelResolver(registry, engines),
-            metrics=Metrics(EngineMetrics(engines.leases)),
+            metrics=metrics,
+            admissions=Admissions(redis, lease_ms=int(settings.lease_s * 1000), on_refusal=metrics.rejected),
+            ledger=ledger,
+            usage=UsageReader(redis),
+            prices=load_prices(settings.prices) if settings.prices else None,
             hub=_hub() if settings.allow_hub_pull else None,
             upload_slots=UploadSlots(settings.uploads_per_tenant),
             upload_sessions=sessions,

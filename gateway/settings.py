@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from adapters.blob_store import check_location
+from gateway.prices import load_prices
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
@@ -19,6 +20,11 @@ def _check_redis_url(url: str) -> str:
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise ValueError("it begins with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
     return url
+
+
+def _check_prices(path: Path) -> Path:
+    load_prices(path)
+    return path
 
 
 class GatewaySettings(BaseSettings):
@@ -77,6 +83,31 @@ class GatewaySettings(BaseSettings):
     )
     resume_timeout_s: float = Field(
         default=30.0, ge=0, description="How long a request whose engine is lost waits for one to go on with."
+    )
+    request_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="How long a request may wait and generate that sends no `X-Request-Timeout`.",
+    )
+    journal: Path = Field(
+        default=Path("var/journal"),
+        description="Local folder for ledger entries that wait for Redis; gateways may share it.",
+    )
+    ledger_days: int = Field(default=400, ge=1, description="How many days the ledger keeps its entries.")
+    lease_s: float = Field(
+        default=10.0,
+        ge=1,
+        description="How long the requests of a gateway that died still count as running.",
+    )
+    prices: Annotated[Path, AfterValidator(_check_prices)] | None = Field(
+        default=None, description="TOML or JSON file of prices; usage is then shown with what it costs."
+    )
+    metrics_labels: int = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="How many tenants, and how many of their adapters, `/metrics` names; more are `other`.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe line logged."

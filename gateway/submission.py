@@ -63,6 +63,7 @@ def build_submits(
                 cache_scope=scope,
                 tenant=caller.tenant_id,
                 weight=caller.weight,
+                priority=fields.priority or 0,
                 seeds=[_choice_seed(seed, choice) for choice in choices],
                 sampling=sampling,
                 max_tokens=limit,

@@ -37,9 +37,11 @@ _MAX_SPENT = 10_000
 
 @dataclass(slots=True)
 class Admission:
-    """One request that may run, and its ledger entry as far as it is known. To be settled once it has ended."""
+    """One request that may run, and its ledger entry as far as it is known. To be settled when it ends."""
 
     entry: LedgerEntry
+    arrived_at: float
+    """`time.perf_counter()` when the request came."""
     headers: dict[str, str] = field(default_factory=dict)
     """`x-ratelimit-*`, for whatever is answered."""
     admitted: bool = True
@@ -60,8 +62,8 @@ class Admissions:
         on_refusal: Callable[[str, str, str], None],
         window_ms: int = WINDOW_MS,
     ) -> None:
-        """`lease_ms` is how long a request counts as running after its gateway was last heard of. `on_refusal`
-        is called with the tenant, the adapter or "", and the kind of limit before each 429.
+        """`lease_ms` is how long a request counts as running after its gateway was last heard of.
+        `on_refusal` is called with the tenant, the adapter or "", and the kind of limit before each 429.
         """
         self._redis = redis
         self._ask = ScriptBatches(redis, redis.register_script(ADMIT))
@@ -95,22 +97,23 @@ class Admissions:
         submits: Sequence[Submit],
         *,
         request_id: str,
-        arrived_ms: int,
+        arrived_at: float,
         route: str,
         open_ended: bool,
     ) -> Admission:
         """Takes what the submits may need from every limit, or nothing from any.
 
-        `request_id` is the request's own, and `arrived_ms` Unix time. `open_ended`: the client has not said
-        how long the answer may be; then `max_tokens` of the submits is lowered to what the limits allow in
-        all. Raises ApiError: 429 with the limit that refuses, 400 when the request can never be admitted.
-        Waits for Redis for a second at most.
+        `request_id` is the request's own, and `arrived_at` by `time.perf_counter`. `open_ended`: the client
+        has not said how long the answer may be; then `max_tokens` of the submits is lowered to what the
+        limits allow in all. Raises ApiError: 429 with the limit that refuses, 400 when the request can never
+        be admitted. Waits for Redis for a second at most.
         """
         rules = rules_of(caller, model.adapter_name)
         input_tokens = sum(len(submit.prompt_tokens) for submit in submits)
         if open_ended:
             bound_output(submits, rules, input_tokens)
         limits = apply(rules, input_tokens, output_tokens_of(submits))
+        arrived_ms = int((time.time() - (time.perf_counter() - arrived_at)) * 1000)
         entry = LedgerEntry(
             request_id,
             arrived_ms,
@@ -126,7 +129,7 @@ class Admissions:
         asked_at = time.monotonic()
         reply = await self._reply(entry, limits)
         if reply is None:
-            return Admission(entry, admitted=False)
+            return Admission(entry, arrived_at, admitted=False)
         admitted, now_ms, *figures = reply
         standings = [
             Standing(limit, used, self._reset_ms(limit, start_ms, now_ms))
@@ -135,7 +138,7 @@ class Admissions:
         if not admitted:
             self._remember(caller.tenant_id, standings, asked_at)
             raise self._refusal(caller, model.adapter_name, standings)
-        return Admission(entry, rate_headers(standings))
+        return Admission(entry, arrived_at, rate_headers(standings))
 
     async def _reply(self, entry: LedgerEntry, limits: Sequence[Limit]) -> list[int] | None:
         """Returns what the script says, or None when Redis is away.

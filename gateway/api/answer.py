@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import orjson
 from fastapi import Request, Response
 
+from gateway.auth import Principal
 from gateway.deadlines import deadline_of
-from gateway.errors import unavailable
+from gateway.errors import ApiError, unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
 from gateway.resolve import ResolvedModel
 from gateway.schemas.generation import GenerationFields
@@ -55,30 +56,51 @@ async def generate(
     form: AnswerFormat,
     submits: Sequence[Submit],
     *,
+    caller: Principal,
     model: ResolvedModel,
     tokenizer: ModelTokenizer,
     route: str,
 ) -> Response:
-    """Runs the submits of a body and answers in its form. Raises as `answer`; `route` is for the metrics."""
+    """Runs the submits of a body, if the caller's limits allow it, and answers in its form.
+
+    `route` is for the metrics and the ledger. Raises ApiError as `Admissions.admit` and `answer`.
+    """
     services: Services = request.app.state.services
     deadline = deadline_of(request.headers, services.settings.request_timeout_s)
+    admission = await services.admissions.admit(
+        caller,
+        model,
+        submits,
+        request_id=request.state.request_id,
+        arrived_at=request.state.arrived_at,
+        route=route,
+        open_ended=body.open_ended,
+    )
     generation = Generation(
         services.engines.open(submits, model_digest=model.info.digest, deadline=deadline),
         submits,
         info=model.info,
         tokenizer=tokenizer,
         stops=body.stop_strings,
-        metrics=services.metrics.request(submits[0].tenant, model.adapter_name, route),
+        metrics=services.metrics.request(caller.tenant_id, model.adapter_name, route),
+        admission=admission,
+        ledger=services.ledger,
     )
     choices = sum(len(submit.seeds) for submit in submits)
-    return await answer(
-        request,
-        generation,
-        form,
-        choices=choices,
-        stream=bool(body.stream),
-        include_usage=body.include_usage,
-    )
+    try:
+        response = await answer(
+            request,
+            generation,
+            form,
+            choices=choices,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+        )
+    except ApiError as error:
+        error.headers = {**admission.headers, **(error.headers or {})}
+        raise
+    response.raw_headers += [(name.encode(), value.encode()) for name, value in admission.headers.items()]
+    return response
 
 
 async def answer(

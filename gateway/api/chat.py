@@ -32,8 +32,10 @@ async def create_chat_completion(
 ) -> Response:
     """Continues a conversation by one message, in `n` versions."""
     services: Services = request.app.state.services
+    services.admissions.refuse_spent(caller)
     body = await read_json(request, ChatRequest)
     model = await services.models.resolve(body.model, caller, user=body.user)
+    services.admissions.refuse_spent(caller, model.adapter_name)
     services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
     prompt = await chat_prompt(body, tokenizer, model, services.templates)
@@ -49,7 +51,9 @@ async def create_chat_completion(
     form = ChatFormat(
         model, body.n or 1, tokenizer, logprobs=bool(body.logprobs), include_usage=body.include_usage
     )
-    return await generate(request, body, form, submits, model=model, tokenizer=tokenizer, route="chat")
+    return await generate(
+        request, body, form, submits, caller=caller, model=model, tokenizer=tokenizer, route="chat"
+    )
 
 
 class ChatFormat:

@@ -31,8 +31,10 @@ async def create_completion(
 ) -> Response:
     """Continues each prompt, in `n` versions: choice i belongs to prompt i // n."""
     services: Services = request.app.state.services
+    services.admissions.refuse_spent(caller)
     body = await read_json(request, CompletionRequest)
     model = await services.models.resolve(body.model, caller, user=body.user)
+    services.admissions.refuse_spent(caller, model.adapter_name)
     services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
     prompts = await completion_prompts(body, tokenizer, model)
@@ -49,7 +51,9 @@ async def create_completion(
     form = CompletionFormat(
         model, choices, tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
     )
-    return await generate(request, body, form, submits, model=model, tokenizer=tokenizer, route="completions")
+    return await generate(
+        request, body, form, submits, caller=caller, model=model, tokenizer=tokenizer, route="completions"
+    )
 
 
 def _limit_of(body: CompletionRequest) -> int:

@@ -131,6 +131,11 @@ class ChatRequest(GenerationFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def open_ended(self) -> bool:
+        """See GenerationFields."""
+        return self.token_limit is None
+
+    @property
     def wanted_logprobs(self) -> int | None:
         """Alternatives per token; None when no logprobs are wanted."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -147,6 +147,9 @@ class GenerationFields(StrictModel):
     stop_token_ids: Annotated[list[TokenId] | None, AtMost(64)] = Field(
         None, description="Further end tokens."
     )
+    priority: int | None = Field(
+        None, ge=-100, le=100, description="Lower is sooner, among the tenant's own requests; 0."
+    )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Narrows who shares cached prefixes."
     )
@@ -170,6 +173,11 @@ class GenerationFields(StrictModel):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether the client leaves it to the model how long the answer becomes."""
+        return False
 
     @property
     def include_usage(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 from openai import AsyncOpenAI, OpenAI
+from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from adapters.registry import Registry
@@ -37,6 +38,7 @@ class LocalStack:
     store: Path
     engines: list[FakeEngine] = field(default_factory=list)
     resume_timeout_s: float = 5.0
+    operator_key: str | None = None
 
     def start(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -57,7 +59,12 @@ class LocalStack:
         for engine in self.engines:
             await engine.start()
         settings = GatewaySettings(
-            redis_url=self.redis_url, store=str(self.store), resume_timeout_s=self.resume_timeout_s, port=0
+            redis_url=self.redis_url,
+            store=str(self.store),
+            journal=self.store.parent / "journal",
+            resume_timeout_s=self.resume_timeout_s,
+            operator_key=SecretStr(self.operator_key) if self.operator_key else None,
+            port=0,
         )  # type: ignore[call-arg]
         self.app = create_app(settings)
         listener = socket.create_server(("127.0.0.1", 0))
