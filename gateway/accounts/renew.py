@@ -1,0 +1,64 @@
+"""Records once a second what running requests have used so far, so that no crash loses more than that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from gateway import tasks
+from gateway.accounts.entry import LedgerEntry
+from gateway.accounts.settle import LedgerScript
+from gateway.accounts.writer import LedgerWriter
+
+
+class Spent(Protocol):
+    """What a request has used so far; it grows while the request runs."""
+
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Renewer:
+    """Knows the running requests, and has the writer record each of them at a steady pace.
+
+    Each record renews the request's lease as well: while it holds, nobody takes the request for lost.
+    """
+
+    def __init__(self, writer: LedgerWriter, script: LedgerScript, *, every_s: float) -> None:
+        self._writer = writer
+        self._script = script
+        self._every_s = every_s
+        self._running: dict[str, tuple[LedgerEntry, Spent]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, entry: LedgerEntry, spent: Spent) -> None:
+        """Records this request from now on."""
+        self._running[entry.id] = entry, spent
+
+    def remove(self, entry: LedgerEntry) -> bool:
+        """Stops recording a request. Returns whether it was recorded until now."""
+        return self._running.pop(entry.id, None) is not None
+
+    def start(self) -> None:
+        """Starts the task."""
+        self._task = asyncio.create_task(self._run(), name="ledger-renewer")
+
+    async def close(self) -> None:
+        """Ends the task."""
+        if self._task is not None:
+            await tasks.cancel(self._task)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            self._script.list_again()
+            self.record()
+
+    def record(self) -> None:
+        """Has the writer record every running request, now."""
+        now_ms = time.time_ns() // 1_000_000
+        for entry, spent in self._running.values():
+            entry.cached_tokens, entry.output_tokens = spent.cached_tokens, spent.completion_tokens
+            entry.duration_ms = max(0, now_ms - entry.time)
+            self._writer.progress(entry)
