@@ -27,21 +27,27 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class AdminClient:
-    """Calls a gateway's admin API with one key. Raises CommandFailed for everything but success."""
+    """Calls a gateway's admin API, or what else lies below `root`, with one key.
 
-    def __init__(self, url: str, api_key: str) -> None:
+    Raises CommandFailed for everything but success.
+    """
+
+    def __init__(
+        self, url: str, api_key: str, *, root: str = "/admin", whose_key: str = "the operator's key"
+    ) -> None:
         if not api_key:
-            raise CommandFailed("Give the operator's key with --api-key or LORAPLEX_API_KEY.", Exit.USAGE)
+            raise CommandFailed(f"Give {whose_key} with --api-key or LORAPLEX_API_KEY.", Exit.USAGE)
         self._url = url.rstrip("/").removesuffix("/v1")
+        self._root = root
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends one request below `/admin` and returns the JSON object of the answer."""
+        """Sends one request below the root and returns the JSON object of the answer."""
         import httpx  # here, since every command imports this module and a gateway should start quickly
 
         try:
             answer = httpx.request(
-                method, f"{self._url}/admin{path}", headers=self._headers, json=body, timeout=_TIMEOUT_S
+                method, f"{self._url}{self._root}{path}", headers=self._headers, json=body, timeout=_TIMEOUT_S
             )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
