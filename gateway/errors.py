@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -79,6 +79,23 @@ def invalid_request(message: str, *, param: str | None = None, code: str | None 
 def unavailable(message: str, *, retry_after_s: int = 1, code: str = "engine_unavailable") -> ApiError:
     """Returns the 503 for what may well succeed a little later."""
     return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def method_not_allowed(request: Request, allowed: Iterable[str]) -> ApiError:
+    """Returns the 405 for a path that answers to other methods only."""
+    return ApiError(
+        405,
+        f"{request.url.path} does not answer to {request.method}.",
+        type="invalid_request_error",
+        code="method_not_allowed",
+        headers={"Allow": ", ".join(sorted(allowed))},
+    )
+
+
+def methods_of(error: Exception) -> list[str]:
+    """Returns the methods that Starlette's 405 names."""
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return (headers or {}).get("Allow", "").split(", ")
 
 
 def error_body(
@@ -173,7 +190,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message, code = f"There is no route {request.method} {request.url.path}.", "unknown_url"
     elif error.status_code == 405:
-        message, code = f"{request.url.path} does not answer to {request.method}.", "method_not_allowed"
+        return error_response(method_not_allowed(request, methods_of(error)))
     kind = _TYPE_OF_STATUS.get(error.status_code, "server_error")
     return error_response(ApiError(error.status_code, message, type=kind, code=code, headers=error.headers))
 

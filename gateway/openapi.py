@@ -7,15 +7,18 @@ that FastAPI assumes is taken out: a request that is not right gets 400.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+from starlette.routing import Match
 
 from gateway.auth import Requirement
 from gateway.described import EVENTS, JSON, Description, description_of
+from gateway.errors import error_response, method_not_allowed, methods_of
 from gateway.schemas.answers import ErrorBody
 
 _REF = "#/components/schemas/{model}"
@@ -97,6 +100,7 @@ class DescribedApp(FastAPI):
             **options,
         )
         self._included: list[APIRouter] = []
+        self.add_exception_handler(405, self._on_wrong_method)
 
     def include(self, router: APIRouter) -> None:
         """Adds a router's routes."""
@@ -108,6 +112,12 @@ class DescribedApp(FastAPI):
         if self.openapi_schema is None:
             _complete(super().openapi(), list(self._routes()))
         return super().openapi()
+
+    async def _on_wrong_method(self, request: Request, error: Exception) -> Response:
+        """Names all methods that the path answers to: Starlette knows those of one route."""
+        found = [route for route in self._routes() if route.matches(request.scope)[0] != Match.NONE]
+        allowed = {method for route in found for method in route.methods or ()}
+        return error_response(method_not_allowed(request, allowed or methods_of(error)))
 
     def _routes(self) -> Iterator[APIRoute]:
         for router in self._included:
@@ -128,7 +138,7 @@ def _complete(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
     components["headers"] = _RESPONSE_HEADERS
     components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer", "bearerFormat": "lpx_..."}}
     for route, description in zip(routes, descriptions, strict=True):
-        for method in route.methods:
+        for method in route.methods or ():
             operation = document["paths"][route.path_format][method.lower()]
             _describe(operation, route, description, schema_of)
 
@@ -186,16 +196,21 @@ def _content(description: Description, schema_of: _Schemas) -> dict[str, Any]:
     if description.answer is not None:
         content[JSON] = {"schema": schema_of(description.answer, "serialization")}
     for media, kind in description.media.items():
-        schema: dict[str, Any] = {"type": "string"}
-        if media == EVENTS:
-            schema["description"] = (
-                "Lines `data: {…}`, each followed by an empty one; the last is `data: [DONE]`. A failure "
-                "after the first token is an event whose data is an `ErrorBody`."
-            )
-            schema["contentMediaType"] = JSON
-            schema["contentSchema"] = schema_of(kind, "serialization")
-        content[media] = {"schema": schema}
+        content[media] = {"schema": _event(kind, schema_of) if media == EVENTS else {"type": "string"}}
     return content
+
+
+def _event(kind: Any, schema_of: _Schemas) -> dict[str, Any]:
+    """One event of a stream: before OpenAPI 3.2, the schema of an event stream is understood to be this."""
+    kinds = [schema_of(kind, "serialization"), schema_of(ErrorBody, "serialization")]
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
+    return {
+        "type": "object",
+        "description": "An event of the stream. The last one's data is `[DONE]`; a failure after the first "
+        "token is an event whose data is an `ErrorBody`, and goes before that.",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
 
 
 def _error_response(status: int, schema_of: _Schemas) -> dict[str, Any]:
@@ -236,16 +251,16 @@ class _Schemas:
             answers += [description.answer, *description.also.values()]
             answers += [kind for media, kind in description.media.items() if media == EVENTS]
         bodies = [description.body for description in descriptions]
-        modes: list[tuple[Any, Literal["serialization", "validation"]]] = [
+        modes: list[tuple[Any, JsonSchemaMode]] = [
             *((kind, "serialization") for kind in answers if kind is not None),
             *((kind, "validation") for kind in bodies if kind is not None),
         ]
-        wanted = {(id(kind), mode): (kind, mode) for kind, mode in modes}
-        self._by_type, document = TypeAdapter.json_schemas(
-            [(key[0], mode, TypeAdapter(kind)) for key, (kind, mode) in wanted.items()], ref_template=_REF
-        )
+        wanted: list[tuple[Hashable, JsonSchemaMode, TypeAdapter[Any]]] = [
+            (id(kind), mode, TypeAdapter(kind)) for kind, mode in dict.fromkeys(modes)
+        ]
+        self._by_type, document = TypeAdapter.json_schemas(wanted, ref_template=_REF)
         self.definitions: dict[str, Any] = document.get("$defs", {})
 
-    def __call__(self, kind: Any, mode: Literal["serialization", "validation"]) -> dict[str, Any]:
+    def __call__(self, kind: Any, mode: JsonSchemaMode) -> dict[str, Any]:
         """Returns the schema of a type: as a rule a reference to its definition."""
         return self._by_type[id(kind), mode]

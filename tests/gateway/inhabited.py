@@ -1,0 +1,89 @@
+"""A stack in which everything that a path can name is there: tenants, keys, adapters, an upload that is open."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.gateway.control_plane import config_json, safetensors, tensor_shapes
+from tests.gateway.local_stack import LocalStack
+
+OPERATOR_KEY = "an operator's key of the test's own"
+TENANT, OTHER_TENANT, ADAPTER = "acme", "globex", "sql"
+
+
+def adapter_files(seed: int) -> dict[str, bytes]:
+    """The files of an adapter that fits the fake engine's model."""
+    shapes = tensor_shapes(hidden=8, modules=("q_proj",))
+    return {
+        "adapter_config.json": config_json(target_modules=["q_proj"]),
+        "adapter_model.safetensors": safetensors(shapes, seed=seed),
+    }
+
+
+@dataclass
+class Inhabitants:
+    """Makes what is missing again, however much of it a test has destroyed."""
+
+    stack: LocalStack
+    key: str = "none yet"
+    spare_key_id: str = ""
+    upload_id: str = ""
+
+    def settle(self) -> None:
+        """Sees to it that all of it is there."""
+        with httpx.Client(base_url=self.stack.url, timeout=30) as client:
+            operator = {"authorization": f"Bearer {OPERATOR_KEY}"}
+            for tenant in (TENANT, OTHER_TENANT):
+                client.post("/admin/tenants", json={"id": tenant, "name": tenant}, headers=operator)
+                client.patch(f"/admin/tenants/{tenant}", json={"suspended": False}, headers=operator)
+            if not self._works(client):
+                self.key = self._new_key(client, operator)["key"]
+            self.spare_key_id = self._new_key(client, operator)["id"]
+            own = {"authorization": f"Bearer {self.key}"}
+            if client.get(f"/v1/adapters/{ADAPTER}@1", headers=own).status_code != 200:
+                client.delete(f"/v1/adapters/{ADAPTER}", headers=own)
+                for seed in (1, 2):
+                    form = {"files": list(adapter_files(seed).items())}
+                    parts = [("files", item) for item in form["files"]]
+                    answer = client.post("/v1/adapters", data={"name": ADAPTER}, files=parts, headers=own)
+                    assert answer.status_code == 201, answer.text
+            self.upload_id = self._open_upload(client, own)
+
+    def headers(self, path: str) -> dict[str, str]:
+        """The headers that hold the key of whoever uses this path."""
+        key = OPERATOR_KEY if path.startswith("/admin") else self.key
+        return {"authorization": f"Bearer {key}"}
+
+    def known(self, parameter: str) -> Any:
+        """Something that is there, for a path's parameter."""
+        return {
+            "name": ADAPTER,
+            "tenant": OTHER_TENANT,
+            "tenant_id": TENANT,
+            "key_id": self.spare_key_id,
+            "upload_id": self.upload_id,
+            "file_name": "adapter_model.safetensors",
+            "file": "adapter_config.json",
+        }.get(parameter)
+
+    def _works(self, client: httpx.Client) -> bool:
+        answer = client.get("/v1/adapters", headers={"authorization": f"Bearer {self.key}"})
+        return answer.status_code == 200
+
+    def _new_key(self, client: httpx.Client, operator: dict[str, str]) -> dict[str, Any]:
+        answer = client.post(f"/admin/tenants/{TENANT}/keys", json={}, headers=operator)
+        assert answer.status_code == 201, answer.text
+        return answer.json()
+
+    def _open_upload(self, client: httpx.Client, own: dict[str, str]) -> str:
+        files = [
+            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in adapter_files(3).items()
+        ]
+        answer = client.post("/v1/adapter-uploads", json={"name": "open", "files": files}, headers=own)
+        assert answer.status_code == 201, answer.text
+        return answer.json()["id"]
