@@ -104,14 +104,14 @@ class Generation:
 
     def __enter__(self) -> Generation:
         self._metrics.begin()
-        self._ledger.begin(self._admission.entry, self.usage, admitted=self._admission.admitted)
+        self._ledger.begin(self._admission.entry, self.so_far, admitted=self._admission.admitted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
         if error is not None:
             self._outcome = self._outcome_of(error)
-        settlement = self._settlement()
+        settlement = self.so_far()
         self._ledger.settle(self._admission.entry, settlement)
         self._metrics.end(
             self._outcome,
@@ -132,7 +132,8 @@ class Generation:
         """Whether an engine has begun to work on it; else it cost nothing."""
         return self._stream.queue_s is not None
 
-    def _settlement(self) -> Settlement:
+    def so_far(self) -> Settlement:
+        """Returns what the ledger would say if the request ended now."""
         arrived_at, first_at, usage = self._admission.arrived_at, self._first_at, self.usage
         return Settlement(
             self._outcome,

@@ -18,6 +18,7 @@ from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import LedgerEntry
 from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
 from gateway.accounts.rules import apply, bound_output, output_tokens_of, rules_of
+from gateway.accounts.settle import OPEN_TENANTS
 from gateway.accounts.windows import ADMIT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
@@ -25,9 +26,6 @@ from gateway.resolve import ResolvedModel
 from protos.engine_pb2 import Submit
 
 logger = logging.getLogger(__name__)
-
-OPEN_TENANTS = "loraplex:open-tenants"
-"""Set of the tenants that may have open requests."""
 
 WINDOW_MS = 60_000
 _ANSWER_TIMEOUT_S = 1.0
@@ -124,7 +122,6 @@ class Admissions:
             str(model.adapter.version) if model.adapter else "",
             model.adapter_digest.hex(),
             route,
-            input_tokens=input_tokens,
         )
         asked_at = time.monotonic()
         reply = await self._reply(entry, limits)

@@ -26,7 +26,10 @@ ERRORS = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.DISCONNECTED}
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What is known of a request only when it has ended. `ttft_ms` is None when no token came."""
+    """How a request ended and what it cost, or would cost if it ended now.
+
+    No token of its prompt counts before an engine has begun with it. `ttft_ms` is None when no token came.
+    """
 
     outcome: Outcome
     input_tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from gateway import tasks
 from gateway.accounts.entry import LedgerEntry, Settlement
 from gateway.accounts.journal import Journal, adopt
 from gateway.accounts.reaper import Reaper
-from gateway.accounts.renew import Renewer, Spent
+from gateway.accounts.renew import Renewer
 from gateway.accounts.settle import LedgerScript
 from gateway.accounts.writer import LedgerWriter
 
@@ -33,12 +33,12 @@ class Ledger:
         self.writer = writer
         self._renewer = renewer
 
-    def begin(self, entry: LedgerEntry, spent: Spent, *, admitted: bool) -> None:
-        """Records the request from now on, by what `spent` says.
+    def begin(self, entry: LedgerEntry, so_far: Callable[[], Settlement], *, admitted: bool) -> None:
+        """Records the request from now on; `so_far` returns what it has used, whenever asked.
 
         One that Redis has not `admitted` is recorded at once: after a crash nothing else would know of it.
         """
-        self._renewer.add(entry, spent)
+        self._renewer.add(entry, so_far)
         if not admitted:
             self.writer.progress(entry)
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Protocol
+from collections.abc import Callable
 
 from gateway import tasks
-from gateway.accounts.entry import LedgerEntry
+from gateway.accounts.entry import LedgerEntry, Settlement
 from gateway.accounts.settle import LedgerScript
 from gateway.accounts.writer import LedgerWriter
-
-
-class Spent(Protocol):
-    """What a request has used so far; it grows while the request runs."""
-
-    cached_tokens: int
-    completion_tokens: int
 
 
 class Renewer:
@@ -29,12 +21,12 @@ class Renewer:
         self._writer = writer
         self._script = script
         self._every_s = every_s
-        self._running: dict[str, tuple[LedgerEntry, Spent]] = {}
+        self._running: dict[str, tuple[LedgerEntry, Callable[[], Settlement]]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, entry: LedgerEntry, spent: Spent) -> None:
-        """Records this request from now on."""
-        self._running[entry.id] = entry, spent
+    def add(self, entry: LedgerEntry, so_far: Callable[[], Settlement]) -> None:
+        """Records this request from now on, as it would be settled if it ended then."""
+        self._running[entry.id] = entry, so_far
 
     def remove(self, entry: LedgerEntry) -> bool:
         """Stops recording a request. Returns whether it was recorded until now."""
@@ -57,8 +49,6 @@ class Renewer:
 
     def record(self) -> None:
         """Has the writer record every running request, now."""
-        now_ms = time.time_ns() // 1_000_000
-        for entry, spent in self._running.values():
-            entry.cached_tokens, entry.output_tokens = spent.cached_tokens, spent.completion_tokens
-            entry.duration_ms = max(0, now_ms - entry.time)
+        for entry, so_far in self._running.values():
+            entry.settle(so_far())
             self._writer.progress(entry)

@@ -30,10 +30,10 @@ _CLOSE_S = 5.0
 class LedgerWriter:
     """Takes records at once, numbers them, and has one task send them, in order.
 
-    A round trip costs far more than a record in it, so the task sends what has come while the last one ran, and
-    some ms before it begins another. What Redis does not take, it appends to a journal, so that a crash loses
-    none of it; from then on all records go there, until the journal has been replayed. Memory holds records
-    only while the disk takes none either, and then a bounded number of them.
+    A round trip costs far more than a record in it, so the task sends what came while the last one ran, and
+    waits some ms for more before it begins another. What Redis does not take, it appends to a journal, so
+    that a crash loses none of it; from then on all records go there, until the journal has been replayed.
+    Memory holds records only while the disk takes none either, and then a bounded number of them.
     """
 
     def __init__(self, script: LedgerScript, folder: Path) -> None:
