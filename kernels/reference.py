@@ -18,7 +18,7 @@ from kernels.plans import (
     LoraPool,
     RowVectors,
 )
-from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
+from kernels.sampling_batch import GREEDY_BELOW, AllowedTokens, Sampled, SamplingBatch, TokenEdits
 
 UINT32 = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
@@ -208,6 +208,16 @@ def edit_logits(logits: torch.Tensor, edits: TokenEdits) -> torch.Tensor:
     return logits.index_put((rows, tokens), values.to(logits.dtype))
 
 
+def may_be_drawn(allowed: AllowedTokens, vocab_size: int) -> torch.Tensor:
+    """Return ``allowed`` as bool [S, vocab_size]."""
+    bits = allowed.bits
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    each = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    each = torch.nn.functional.pad(each, (0, vocab_size - each.shape[1]))
+    free = torch.ones_like(each[:1])
+    return torch.cat([each, free])[allowed.lists.long()]  # -1: the last, which allows all
+
+
 def filter_logits(z: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """``z`` (logits over temperature) with -inf for every token that min-p, top-k or top-p drops."""
     vocab_size = z.shape[1]
@@ -238,6 +248,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     edited = torch.where(finite[:, None], raw, 0.0)
     if batch.edits is not None:
         edited = edit_logits(edited, batch.edits)
+    if batch.allowed is not None:
+        edited = edited.masked_fill(~may_be_drawn(batch.allowed, logits.shape[1]), float("-inf"))
     finite = finite & (edited.amax(dim=1) > float("-inf"))
     tokens = edited.argmax(dim=1)
     if not batch.all_greedy:

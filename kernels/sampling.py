@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernels import native, reference
-from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
+from kernels.sampling_batch import GREEDY_BELOW, AllowedTokens, Sampled, SamplingBatch, TokenEdits
 
-__all__ = ["GREEDY_BELOW", "Sampled", "SamplingBatch", "TokenEdits", "sample"]
+__all__ = ["GREEDY_BELOW", "AllowedTokens", "Sampled", "SamplingBatch", "TokenEdits", "sample"]
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
@@ -35,6 +35,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         *(logits.data_ptr(), batch.temperature.data_ptr(), batch.top_k.data_ptr(), batch.top_p.data_ptr()),
         *(batch.min_p.data_ptr(), batch.seeds.data_ptr(), batch.positions.data_ptr(), rows, vocab_size),
         *_edit_arguments(batch.edits),
+        *_allowed_arguments(batch.allowed),
         *(num_top, tokens.data_ptr(), finite.data_ptr(), logprobs.data_ptr()),
         *(top_tokens.data_ptr(), top_logprobs.data_ptr(), torch.get_num_threads()),
     )
@@ -53,3 +54,9 @@ def _edit_arguments(edits: TokenEdits | None) -> tuple[int | None, ...]:
         *(edits.seen.data_ptr(), edits.presence.data_ptr(), edits.frequency.data_ptr()),
         *(edits.repetition.data_ptr(), edits.rows.shape[0]),
     )
+
+
+def _allowed_arguments(allowed: AllowedTokens | None) -> tuple[int | None, ...]:
+    if allowed is None:
+        return None, None, 0
+    return allowed.lists.data_ptr(), allowed.bits.data_ptr(), allowed.bits.shape[1]

@@ -43,12 +43,26 @@ class TokenEdits:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """For rows that may draw some tokens only: which, a bit for each.
+
+    Attributes:
+        lists: int32 [S]. Which row of ``bits`` is about this row; -1: it may draw any token.
+        bits: int32 [K, W]. Bit ``t % 32`` of word ``t // 32`` is set where token ``t`` may be drawn. A token
+            beyond the last word may not.
+    """
+
+    lists: torch.Tensor
+    bits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How each row's token is drawn. Rows do not see each other.
 
-    The order is: edits, temperature, then min-p, top-k and top-p together as one threshold, then
-    Gumbel-max (``reference.gumbel_noise``) over what is left. All three filters keep or drop equal logits
-    together, so the outcome does not depend on an order among them:
+    The order is: edits, what is allowed, temperature, then min-p, top-k and top-p together as one threshold,
+    then Gumbel-max (``reference.gumbel_noise``) over what is left. All three filters keep or drop equal
+    logits together, so the outcome does not depend on an order among them:
 
     - top-k keeps what is at least the k-th highest logit;
     - min-p keeps tokens at least ``min_p`` times as probable as the most probable one;
@@ -63,6 +77,7 @@ class SamplingBatch:
         seeds: int64 [S].
         positions: int64 [S]. Index in its sequence of the token being drawn.
         edits: None where no row has any.
+        allowed: None where every row may draw any token.
         num_logprobs: None: no log-probabilities. ``N``: those of the drawn token and of the ``N`` most
             probable ones, for every row, under the model's own distribution (before edits and temperature).
         all_greedy: promise, on the host, that every temperature is below ``GREEDY_BELOW``.
@@ -75,6 +90,7 @@ class SamplingBatch:
     seeds: torch.Tensor
     positions: torch.Tensor
     edits: TokenEdits | None = None
+    allowed: AllowedTokens | None = None
     num_logprobs: int | None = None
     all_greedy: bool = False
 
@@ -86,7 +102,7 @@ class Sampled:
     Attributes:
         tokens: int64 [S]. 0 where ``finite`` is false.
         finite: bool [S]. False where the model's logits held NaN or +inf, or nothing above -inf, or where
-            the edits left nothing to draw. Such a row's request must end with an error.
+            edits and what is allowed left nothing to draw. Such a row's request must end with an error.
         logprobs: float32 [S], of the drawn token; None unless asked for, like the next two. Undefined
             where ``finite`` is false.
         top_tokens: int64 [S, N], most probable first, equal ones by token id.

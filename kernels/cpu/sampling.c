@@ -14,6 +14,9 @@ typedef struct {
     const float *edit_biases, *presence, *frequency, *repetition;
     const uint8_t *edit_seen;
     long num_edits;
+    /* Which tokens a row may draw; allowed_lists is NULL where every row may draw any. */
+    const int32_t *allowed_lists, *allowed_bits;
+    long allowed_words;
     long num_top; /* -1: no log-probabilities */
     /* Results. */
     int64_t *tokens, *top_tokens;
@@ -87,6 +90,19 @@ static void edit(const Problem *p, long row, float *z) {
         if (p->edit_seen[e]) x = x > 0 ? x / p->repetition[row] : x * p->repetition[row];
         if (p->edit_counts[e] > 0) x -= p->frequency[row] * p->edit_counts[e] + p->presence[row];
         z[p->edit_tokens[e]] = x;
+    }
+}
+
+/* Leave only what the row may draw. `list` is its index in allowed_bits. */
+static void restrict_to(const Problem *p, long list, float *z) {
+    const int32_t *words = p->allowed_bits + list * p->allowed_words;
+    i32x16 bit_of_lane;
+    for (int lane = 0; lane < 16; lane++) bit_of_lane[lane] = 1 << lane;
+    for (long i = 0; i < p->vocab; i += 16) {
+        int32_t word = i / 32 < p->allowed_words ? words[i / 32] : 0;
+        int32_t half = i % 32 ? (int32_t)((uint32_t)word >> 16) : word & 0xFFFF;
+        f32x16 *x = (f32x16 *)(z + i);
+        *x = half ? choose((bit_of_lane & half) != 0, *x, splat(-INFINITY)) : splat(-INFINITY);
     }
 }
 
@@ -255,8 +271,10 @@ static void sample_row(const Problem *p, Scratch *s, long row) {
     p->finite[row] = isfinite(highest) != 0;
     if (!p->finite[row]) return;
     if (p->num_top >= 0) find_logprobs(p, row, s->z, highest, &log_total);
-    if (p->num_edits) {
-        edit(p, row, s->z);
+    long list = p->allowed_lists ? p->allowed_lists[row] : -1;
+    if (p->num_edits || list >= 0) {
+        if (p->num_edits) edit(p, row, s->z);
+        if (list >= 0) restrict_to(p, list, s->z);
         highest = row_maximum(s->z, p->vocab);
         p->finite[row] = highest > -INFINITY;
         if (!p->finite[row]) return;
@@ -271,19 +289,22 @@ static void sample_row(const Problem *p, Scratch *s, long row) {
     if (p->num_top >= 0) p->logprobs[row] = load_part(logits + p->tokens[row], 1)[0] - log_total;
 }
 
-/* Returns 0, or -1 where memory ran out. Shapes are as in SamplingBatch, TokenEdits and Sampled. */
+/* Returns 0, or -1 where memory ran out. Shapes are as in SamplingBatch and the classes beside it. */
 int sample(const element *logits, const float *temperature, const int32_t *top_k, const float *top_p,
            const float *min_p, const int64_t *seeds, const int64_t *positions, long rows, long vocab,
            const int32_t *edit_rows, const int32_t *edit_tokens, const float *edit_biases,
            const int32_t *edit_counts, const uint8_t *edit_seen, const float *presence, const float *frequency,
-           const float *repetition, long num_edits, long num_top, int64_t *tokens, uint8_t *finite,
-           float *logprobs, int64_t *top_tokens, float *top_logprobs, int threads) {
+           const float *repetition, long num_edits, const int32_t *allowed_lists, const int32_t *allowed_bits,
+           long allowed_words, long num_top, int64_t *tokens, uint8_t *finite, float *logprobs,
+           int64_t *top_tokens, float *top_logprobs, int threads) {
     Problem p = {.logits = logits, .temperature = temperature, .top_p = top_p, .min_p = min_p, .top_k = top_k,
                  .seeds = seeds, .positions = positions, .rows = rows, .vocab = vocab, .edit_rows = edit_rows,
                  .edit_tokens = edit_tokens, .edit_counts = edit_counts, .edit_biases = edit_biases,
                  .presence = presence, .frequency = frequency, .repetition = repetition, .edit_seen = edit_seen,
-                 .num_edits = num_edits, .num_top = num_top, .tokens = tokens, .top_tokens = top_tokens,
-                 .finite = finite, .logprobs = logprobs, .top_logprobs = top_logprobs};
+                 .num_edits = num_edits, .allowed_lists = allowed_lists, .allowed_bits = allowed_bits,
+                 .allowed_words = allowed_words, .num_top = num_top, .tokens = tokens,
+                 .top_tokens = top_tokens, .finite = finite, .logprobs = logprobs,
+                 .top_logprobs = top_logprobs};
     long padded = round_up(vocab, 16), failed = 0;
 #pragma omp parallel num_threads(threads) if (rows > 1) reduction(+ : failed)
     {

@@ -12,7 +12,7 @@ import torch
 
 from kernels.gpu import sampling_kernels
 from kernels.gpu.launch import ceil_div, dependent_launch, power_of_2
-from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch, TokenEdits
+from kernels.sampling_batch import GREEDY_BELOW, AllowedTokens, Sampled, SamplingBatch, TokenEdits
 
 _CHUNK = 4096
 _PASSES = {torch.bfloat16: 8, torch.float16: 10, torch.float32: 16}
@@ -27,7 +27,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows == 0:
         return Sampled(tokens, finite)
-    edited = logits if batch.edits is None else _edit(logits, batch.edits)
+    is_edited = batch.edits is not None or batch.allowed is not None
+    edited = _edit(logits, batch.edits, batch.allowed) if is_edited else logits
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
     num_chunks = ceil_div(vocab_size, _CHUNK)
     best = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
@@ -66,7 +67,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         vocab_size,
         GREEDY_BELOW=GREEDY_BELOW,
         ALL_GREEDY=batch.all_greedy,
-        HAS_EDITS=batch.edits is not None,
+        HAS_EDITS=is_edited,
         CHUNK=_CHUNK,
         num_warps=8,
         **launch,
@@ -87,13 +88,12 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     return _with_logprobs(logits, tokens, finite, batch.num_logprobs)
 
 
-def _edit(logits: torch.Tensor, edits: TokenEdits) -> torch.Tensor:
-    """A float32 copy of ``logits`` with the sparse changes."""
+def _edit(logits: torch.Tensor, edits: TokenEdits | None, allowed: AllowedTokens | None) -> torch.Tensor:
+    """A float32 copy of ``logits`` with the sparse changes, and only what is allowed."""
     edited = logits.to(torch.float32, copy=True)
-    num_entries = edits.rows.shape[0]
-    if num_entries:
+    pdl = dependent_launch(logits)
+    if edits is not None and (num_entries := edits.rows.shape[0]):
         block = 256
-        pdl = dependent_launch(logits)
         sampling_kernels.edit[(ceil_div(num_entries, block),)](
             edited,
             edits.rows,
@@ -107,6 +107,19 @@ def _edit(logits: torch.Tensor, edits: TokenEdits) -> torch.Tensor:
             edited.stride(0),
             num_entries,
             BLOCK=block,
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+    if allowed is not None:
+        num_rows, vocab_size = edited.shape
+        sampling_kernels.restrict[(num_rows, ceil_div(vocab_size, _CHUNK))](
+            edited,
+            allowed.lists,
+            allowed.bits,
+            edited.stride(0),
+            vocab_size,
+            allowed.bits.shape[1],
+            CHUNK=_CHUNK,
             PDL=pdl,
             launch_pdl=pdl,
         )

@@ -40,6 +40,30 @@ def edit(
     tl.store(target, tl.where(count > 0, value - penalty, value), mask)
 
 
+@kernel
+def restrict(
+    logits,
+    lists,
+    bits,
+    stride,
+    vocab_size,
+    num_words,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sets a chunk of a row to -inf where ``AllowedTokens`` does not allow the token, in place."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(lists + row).to(tl.int64)
+    if index >= 0:
+        token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        word = token // 32
+        held = tl.load(bits + index * num_words + word, (word < num_words) & (token < vocab_size), 0)
+        is_banned = (held >> (token % 32)) & 1 == 0
+        tl.store(logits + row * stride + token, float("-inf"), is_banned & (token < vocab_size))
+
+
 @triton.jit
 def _key_of(z):
     """An unsigned integer that orders as the float32 does."""

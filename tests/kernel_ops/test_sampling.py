@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.sampling import Sampled, SamplingBatch, TokenEdits, sample
+from kernels.sampling import AllowedTokens, Sampled, SamplingBatch, TokenEdits, sample
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -34,7 +34,11 @@ def batch_of(rows: int, **changes: Any) -> SamplingBatch:
     }
     values |= {"positions": list(range(rows))}
     types = {"top_k": torch.int32, "seeds": torch.int64, "positions": torch.int64}
-    options = {name: changes.pop(name) for name in ("edits", "num_logprobs", "all_greedy") if name in changes}
+    options = {
+        name: changes.pop(name)
+        for name in ("edits", "allowed", "num_logprobs", "all_greedy")
+        if name in changes
+    }
     tensors = {
         name: torch.tensor(
             value if isinstance(value, list) else [value] * rows, dtype=types.get(name, torch.float32)
@@ -57,6 +61,15 @@ def edits_of(rows: int, entries: list[tuple[int, int, float, int, bool]], **pena
         torch.full((rows,), penalties.get("frequency", 0.0)),
         torch.full((rows,), penalties.get("repetition", 1.0)),
     )
+
+
+def allowed_of(lists: list[int], tokens: list[list[int]], words: int = -(-VOCAB // 32)) -> AllowedTokens:
+    """`lists` says by row which of `tokens` it may draw; -1: any."""
+    bits = torch.zeros(len(tokens), words * 32, dtype=torch.int64)
+    for index, own in enumerate(tokens):
+        bits[index, own] = 1
+    packed = (bits.view(len(tokens), words, 32) << torch.arange(32)).sum(dim=2)
+    return AllowedTokens(torch.tensor(lists, dtype=torch.int32), packed.to(torch.int32))
 
 
 def random_logits(rows: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> torch.Tensor:
@@ -193,6 +206,30 @@ def test_edits_are_the_reference_s(dtype: torch.dtype) -> None:
     for temperature in (0.0, 0.8):
         batch = batch_of(50, edits=edits, temperature=temperature, num_logprobs=4)
         assert_same(sample(logits, batch), reference.sample(logits.double(), batch))
+
+
+def test_only_what_is_allowed_is_drawn(dtype: torch.dtype) -> None:
+    logits = random_logits(40, dtype)
+    lists = [-1, 0, 1, 2] * 10
+    tokens = [[31, 32, 63, 64, 500, VOCAB - 1], [7], list(range(0, VOCAB, 3))]
+    allowed = allowed_of(lists, tokens)
+    edits = edits_of(40, [(1, 64, 50.0, 0, False), (2, 9, 50.0, 0, False)])
+    for temperature in (0.0, 1.3):
+        batch = batch_of(40, allowed=allowed, edits=edits, temperature=temperature, num_logprobs=3)
+        sampled = sample(logits, batch)
+        assert_same(sampled, reference.sample(logits.double(), batch))
+        assert sampled.tokens[1] == 64, "a bias is applied before"
+        for row, token in enumerate(sampled.tokens.tolist()):
+            assert lists[row] < 0 or token in tokens[lists[row]]
+
+
+def test_a_list_of_what_is_allowed_may_be_shorter_than_the_vocabulary_and_empty(dtype: torch.dtype) -> None:
+    logits = random_logits(3, dtype)
+    batch = batch_of(3, allowed=allowed_of([0, 1, -1], [[3, 40], []], words=2), temperature=1.0)
+    sampled = sample(logits, batch)
+    assert sampled.tokens[0] in (3, 40)
+    assert sampled.finite.tolist() == [True, False, True]
+    assert_same(sampled, reference.sample(logits.double(), batch))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])

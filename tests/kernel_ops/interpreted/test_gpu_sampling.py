@@ -9,7 +9,7 @@ import torch
 
 from kernels import reference
 from kernels.gpu.sampling import sample
-from kernels.sampling_batch import SamplingBatch, TokenEdits
+from kernels.sampling_batch import AllowedTokens, SamplingBatch, TokenEdits
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
 
@@ -120,6 +120,22 @@ def test_edits() -> None:
         check(logits, batch)
         assert torch.equal(logits, before)
         assert sample(logits, batch).finite.tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 5000])
+def test_only_what_is_allowed_is_drawn(vocab_size: int) -> None:
+    """Also where the bits end before the vocabulary does."""
+    torch.manual_seed(6)
+    logits = torch.randn(5, vocab_size).half()
+    bits = torch.randint(-(2**31), 2**31, (3, vocab_size // 32), dtype=torch.int32)
+    bits[2] = 0
+    allowed = AllowedTokens(torch.tensor([1, -1, 0, 2, 1], dtype=torch.int32), bits)
+    for temperature in (0.0, 0.9):
+        batch = replace(make_batch(5, temperature=temperature), allowed=allowed)
+        tokens = check(logits, batch)
+        assert sample(logits, batch).finite.tolist() == [True, True, True, False, True]
+        may = reference.may_be_drawn(allowed, vocab_size)
+        assert all(may[row, token] for row, token in enumerate(tokens) if row != 3)
 
 
 def test_logprobs_are_of_the_model_s_own_distribution() -> None:
