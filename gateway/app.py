@@ -14,13 +14,17 @@ from gateway.api import (
     adapter_contents,
     adapter_grants,
     adapters,
-    admin,
+    admin_audit,
+    admin_keys,
+    admin_tenants,
+    admin_usage,
     chat,
     completions,
     health,
     models,
     pulls,
     uploads,
+    usage,
 )
 from gateway.bodies import BodyLimit
 from gateway.errors import install_error_handling
@@ -58,7 +62,11 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         adapter_contents,
         adapter_grants,
         adapter_base,
-        admin,
+        usage,
+        admin_tenants,
+        admin_keys,
+        admin_audit,
+        admin_usage,
         health,
     ):
         app.include(module.router)

