@@ -54,7 +54,8 @@ class EngineLease:
     free_blocks: int = 0
     draining: bool = False
     adapters: Mapping[str, float] = field(default_factory=dict)
-    """How full the engine's memory for adapters is, and what has happened there since its start, by name."""
+    """How full the engine's memory for adapters is, and what has happened there and in its queue since its
+    start, by name."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"model_digest": self.model_digest.hex()}, separators=(",", ":"))

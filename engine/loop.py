@@ -72,6 +72,8 @@ class LoopStatus:
     residency: Mapping[bytes, Residency]
     """The fastest tier of each adapter that is in memory."""
     adapter_memory: AdapterMemory
+    scheduling: Mapping[str, float]
+    """`Scheduler.figures`."""
 
 
 class EngineLoop:
@@ -263,6 +265,7 @@ class EngineLoop:
             free_blocks=scheduler.num_free_blocks,
             residency=self._gate.residency(),
             adapter_memory=self._gate.memory(),
+            scheduling=scheduler.figures(),
         )
 
     def _ask(self, question: Callable[[], T]) -> Future[T]:

@@ -124,7 +124,7 @@ def _register(
             waiting=status.waiting,
             free_blocks=status.free_blocks,
             draining=service.is_draining,
-            adapters=status.adapter_memory.figures(),
+            adapters={**status.adapter_memory.figures(), **status.scheduling},
         )
 
     def follow(desired: DesiredAdapters) -> None:

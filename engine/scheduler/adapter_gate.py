@@ -32,6 +32,7 @@ from engine.adapter_tiers import MAX_LOADS, AdapterTiers, LoadFailed
 from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
+from engine.scheduler.load_bills import LoadBills
 from engine.step import StepAdapter
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class AdapterGate:
         self._landing: dict[bytes, Callable[[], bool]] = {}
         self._failures: list[LoadFailed] = []
         self._ahead = Ahead(clock)
+        self._bills = LoadBills()
         self._unloading: set[bytes] = set()
 
     # ---- what sequences need ------------------------------------------------------------------------
@@ -109,11 +111,13 @@ class AdapterGate:
             num_waiting: how many sequences wait for an adapter now.
             idle: no sequence runs, so copies to the device delay nobody.
         """
-        self._idle = idle
-        self._placements_left = self._pages.num_pages if idle else PLACEMENTS_PER_STEP
+        self._placements_left = PLACEMENTS_PER_STEP
+        self._note_idle(idle)
         for outcome in self._tiers.poll():
             if isinstance(outcome, LoadFailed):
                 self._fail(outcome)
+            else:
+                self._bills.read(outcome.digest, outcome.copy.num_pages)
         if self._landing:
             self._landing = {digest: landed for digest, landed in self._landing.items() if not landed()}
         self._advance_claim(num_waiting)
@@ -121,14 +125,32 @@ class AdapterGate:
         self._drop_loads_nobody_wants(num_waiting)
         for digest in [digest for digest in self._unloading if not num_waiting(digest)]:
             self._forget_if_unused(digest)
+        self._bills.keep(lambda digest: num_waiting(digest) or self._tiers.is_loading_one(digest))
+
+    def take_room(self, num_waiting: Callable[[bytes], int], *, idle: bool) -> None:
+        """Gives the claimant its pages after sequences have yielded. Arguments as of `begin_step`."""
+        self._note_idle(idle)
+        self._advance_claim(num_waiting)
+
+    def take_bills(self) -> list[tuple[str, float]]:
+        """What loads have cost tenants since the last call, in tokens of input."""
+        return self._bills.take()
+
+    def _note_idle(self, idle: bool) -> None:
+        self._idle = idle
+        if idle:
+            self._placements_left = self._pages.num_pages
 
     def take_failures(self) -> list[LoadFailed]:
         """Adapters that could not be brought since the last call; their waiting sequences must end."""
         taken, self._failures = self._failures, []
         return taken
 
-    def want(self, digest: bytes) -> None:
-        """Says that a sequence for this adapter has come, so that its load starts now if there is room."""
+    def want(self, digest: bytes, tenant: str) -> None:
+        """Says that a sequence for this adapter has come, so that its load starts now if there is room.
+
+        The tenant is charged for the load, unless it is under way for another's.
+        """
         if not digest:
             return
         self._unloading.discard(digest)
@@ -136,18 +158,23 @@ class AdapterGate:
         on_device = self._pages.resident(digest) is not None
         self._counters.note_request(digest, on_device=on_device, in_host=self._tiers.has(digest))
         if not on_device:
+            self._bills.begin(digest, tenant)
             self._tiers.want(digest)
 
-    def is_open(self, digest: bytes, leaving: Callable[[], Mapping[bytes, int]]) -> bool:
+    def is_open(self, digest: bytes, tenant: str, leaving: Callable[[], Mapping[bytes, int]]) -> bool:
         """Whether a sequence of this adapter may start now. If not, sees to it that one will.
 
-        ``leaving`` gives, by adapter, after how many steps its running sequences can have left it.
+        Args:
+            tenant: whose sequence it is; it is charged for what it takes to bring the adapter.
+            leaving: gives, by adapter, after how many steps its running sequences can have left it.
         """
         if not digest:
             return True
         claim = self._claim
         if claim is not None and digest in claim.victims:
             return False
+        if self._pages.resident(digest) is None:
+            self._bills.begin(digest, tenant)
         if self._bring(digest):
             # A step waits for the copies before it; that may delay whoever asked, and nobody else.
             if self._idle or digest not in self._landing:
@@ -293,6 +320,7 @@ class AdapterGate:
             self._tiers.discard(digest)
             self._fail(LoadFailed(digest, f"the adapter could not be copied to the device: {error}"))
             return False
+        self._bills.copied(digest, len(adapter.pages))
         self._counters.copies += 1
         self._counters.copy_seconds += time.monotonic() - begin
         if landed is not None and not landed():
@@ -383,6 +411,7 @@ class AdapterGate:
     def _fail(self, failure: LoadFailed) -> None:
         if self._claim is not None and self._claim.digest == failure.digest:
             self._claim = None
+        self._bills.drop(failure.digest)
         self._failures.append(failure)
         self._ahead.answer(failure.digest, failure.reason)
 

@@ -33,19 +33,28 @@ class BlockTables:
         Returns False, and changes nothing, when blocks are short.
         """
         pool = self._pool
-        usable = (len(seq.tokens) - 1) // BLOCK_SIZE
-        hits = pool.lookup(seq.block_hashes[:usable])
-        missing = blocks_for(len(seq.tokens)) - len(hits)
-        headroom = min(self._headroom, num_running)
-        if missing + headroom > pool.num_idle - pool.count_idle(hits):
+        hits = self._hits(seq)
+        if self._lacking(seq, hits, num_running) > 0:
             return False
         pool.acquire(hits)
-        own = pool.allocate(missing)
+        own = pool.allocate(blocks_for(len(seq.tokens)) - len(hits))
         assert own is not None
         seq.block_ids = hits + own
         seq.num_computed = len(hits) * BLOCK_SIZE
         seq.num_published = len(hits)
         return True
+
+    def lacking(self, seq: Sequence, *, num_running: int) -> int:
+        """How many more blocks would have to be free for `admit`; 0 or less: none."""
+        return self._lacking(seq, self._hits(seq), num_running)
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        return self._pool.lookup(seq.block_hashes[: (len(seq.tokens) - 1) // BLOCK_SIZE])
+
+    def _lacking(self, seq: Sequence, hits: list[int], num_running: int) -> int:
+        missing = blocks_for(len(seq.tokens)) - len(hits)
+        headroom = min(self._headroom, num_running)
+        return missing + headroom - (self._pool.num_idle - self._pool.count_idle(hits))
 
     def prepare_write(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Makes sure that the next token of a decoding sequence has a place that is its own.

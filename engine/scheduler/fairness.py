@@ -8,25 +8,35 @@ service by at most ``2 * max(w_in * L_in, w_out * M)``: ``L_in`` the longest inp
 the KV pool holds.
 
 Input is charged as it is computed, chunk by chunk. What the prefix cache served is free, and so is what is
-computed again after a preemption, which was not the tenant's doing.
+computed again after a preemption, which was not the tenant's doing. What it takes to bring an adapter is
+charged as so many tokens of input (`engine.scheduler.load_bills`).
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
 
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 
 
 class Account:
-    """One tenant's counter. ``num_waiting`` is kept by `VirtualTokenCounters`."""
+    """One tenant's counter, and how many of its sequences wait and run; kept by `VirtualTokenCounters`."""
 
-    __slots__ = ("num_waiting", "served", "tenant", "weight")
+    __slots__ = ("num_running", "num_waiting", "served", "tenant", "weight")
 
     def __init__(self, tenant: str, served: float) -> None:
         self.tenant = tenant
         self.weight = 1.0
         self.served = served
         self.num_waiting = 0
+        self.num_running = 0
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Who is next: the tenant that was served least, and of equals, the one of which less runs."""
+        return self.served, self.num_running
 
 
 class VirtualTokenCounters:
@@ -64,7 +74,30 @@ class VirtualTokenCounters:
         if account.num_waiting == 0:
             self._last_departed = account.served
 
-    def charge_input(self, tenant: str, tokens: int) -> None:
+    def start(self, tenant: str) -> None:
+        """One more sequence of the tenant runs."""
+        self.account(tenant).num_running += 1
+
+    def stop(self, tenant: str) -> None:
+        """One sequence of the tenant runs no more."""
+        self._accounts[tenant].num_running -= 1
+
+    def gap(self) -> float:
+        """The largest difference of weighted service between tenants that wait; 0 with fewer than two."""
+        served = [account.served for account in self.waiting()]
+        return max(served) - min(served) if served else 0.0
+
+    def check(self, running: Iterable[str]) -> None:
+        """Asserts that the counts are right. ``running``: the tenant of each sequence that runs."""
+        counted = {tenant: account.num_running for tenant, account in self._accounts.items()}
+        assert {tenant: count for tenant, count in counted.items() if count} == Counter(running)
+
+    def num_running(self, tenant: str) -> int:
+        """How many sequences of the tenant run."""
+        account = self._accounts.get(tenant)
+        return account.num_running if account else 0
+
+    def charge_input(self, tenant: str, tokens: float) -> None:
         account = self.account(tenant)
         account.served += INPUT_COST * tokens / account.weight
 
@@ -72,18 +105,22 @@ class VirtualTokenCounters:
         account = self.account(tenant)
         account.served += OUTPUT_COST * tokens / account.weight
 
+    def charge_load(self, tenant: str, tokens: float) -> None:
+        """Bringing an adapter has cost as much as so many tokens of input."""
+        self.charge_input(tenant, tokens)
+
     def _floor(self) -> float:
         waiting = self.waiting()
         return min(account.served for account in waiting) if waiting else self._last_departed
 
     def _sweep(self) -> None:
-        """Forgets tenants with nothing waiting whom the floor would lift anyway. Amortised over arrivals."""
+        """Forgets tenants with nothing here whom the floor would lift anyway. Amortised over arrivals."""
         if len(self._accounts) < self._sweep_at:
             return
         floor = self._floor()
         self._accounts = {
             tenant: account
             for tenant, account in self._accounts.items()
-            if account.num_waiting or account.served > floor
+            if account.num_waiting or account.num_running or account.served > floor
         }
         self._sweep_at = max(1024, 2 * len(self._accounts))

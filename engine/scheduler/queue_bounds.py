@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +39,14 @@ class QueueBounds:
         self._most = most
         self._clock = clock
         self._starts: deque[tuple[float, str]] = deque(maxlen=RATE_STARTS)
+        self._num_refused = Counter[Refusal]()
+
+    def figures(self) -> dict[str, float]:
+        """How many requests had no place since the start, by name."""
+        return {
+            "refused_queue": self._num_refused[Refusal.QUEUE_FULL],
+            "refused_tenant_queue": self._num_refused[Refusal.TENANT_QUEUE_FULL],
+        }
 
     def note_start(self, tenant: str, count: int) -> None:
         """So many sequences of the tenant wait no more, and run for the first time."""
@@ -54,13 +62,17 @@ class QueueBounds:
         free = self._most - waiting - count
         if free < 0:
             why = f"{waiting} sequences are waiting already; try again later"
-            return Refused(Refusal.QUEUE_FULL, why, self._seconds_until(-free))
+            return self._refuse(Refusal.QUEUE_FULL, why, self._seconds_until(-free))
         if held > free:
             why = f"{held} sequences of yours are waiting already; try again later"
             # Each that leaves is one fewer held, and one more free.
             seconds = self._seconds_until(math.ceil((held - free) / 2), tenant)
-            return Refused(Refusal.TENANT_QUEUE_FULL, why, seconds)
+            return self._refuse(Refusal.TENANT_QUEUE_FULL, why, seconds)
         return None
+
+    def _refuse(self, refusal: Refusal, why: str, retry_after_s: float) -> Refused:
+        self._num_refused[refusal] += 1
+        return Refused(refusal, why, retry_after_s)
 
     def _seconds_until(self, departures: int, tenant: str | None = None) -> float:
         """How long it takes until so many sequences have started, of the tenant's if one is named."""

@@ -1,4 +1,4 @@
-"""Turns: when a running sequence has used its adapter's pages for long enough to let others have them.
+"""Turns: when a running sequence has had enough of what others wait for, to let them have it.
 
 With more adapters in use than there is room for, some of them wait. If they waited until a running sequence
 ends, a long answer would keep them from their first token for minutes. So adapters take turns, as processes
@@ -9,13 +9,17 @@ Without a prefix cache all of the context is computed again, and few answers are
 turn.
 
 Between tenants, those yield who were served no less than the tenant that claims: so a flood of one tenant's
-adapters does not take turns away from others.
+adapters does not take turns away from others. And a tenant of which nothing runs need not wait for a turn of
+one that goes on with other sequences: it gets pages, a seat and blocks at once. That is cheap, since it
+happens at most once for each of its requests, and these are charged for the adapters they bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Sequence as Seq
 
+from engine.scheduler.fairness import Account, VirtualTokenCounters
 from engine.sequence import Sequence
 
 LEAST_TURN = 32
@@ -33,21 +37,62 @@ def left_of_turn(seq: Sequence, *, is_cached: bool) -> int:
     return turn - (len(seq.tokens) + seq.num_unseen - seq.num_at_start)
 
 
-def steps_to_leave(
-    running: Iterable[Sequence], yields: Callable[[Sequence], bool], *, is_cached: bool
-) -> dict[bytes, int]:
-    """By adapter, after how many steps all its running sequences can have left it, given a row in each.
+class Turns:
+    """Says which running sequences yield, and when. Changes nothing.
 
     Args:
-        yields: whether a sequence has to, after its turn; others go on to their end.
+        running: the sequences that run now, in the order of their admission; the scheduler's own list.
         is_cached: whether what a sequence has computed stays in the prefix cache when it yields.
     """
-    steps: dict[bytes, int] = {}
-    for seq in running:
-        digest = seq.request.adapter_digest
-        if digest:
+
+    def __init__(self, running: Seq[Sequence], counters: VirtualTokenCounters, *, is_cached: bool) -> None:
+        self._running = running
+        self._counters = counters
+        self._is_cached = is_cached
+
+    def steps_to_leave(self, claimant: str) -> dict[bytes, int]:
+        """By adapter, after how many steps all its running sequences can have left it to a tenant, given a
+        row in each: by yielding after their turn, or by coming to their end.
+        """
+        steps: dict[bytes, int] = {}
+        claiming = self._counters.account(claimant)
+        users = Counter((seq.request.adapter_digest, seq.request.tenant) for seq in self._running)
+        for seq in self._running:
+            digest, tenant = seq.request.adapter_digest, seq.request.tenant
+            if not digest:
+                continue
             left = seq.request.max_len - seq.num_computed
-            if yields(seq):
-                left = min(left, left_of_turn(seq, is_cached=is_cached))
+            account = self._counters.account(tenant)
+            if account.served >= claiming.served:
+                left = min(left, left_of_turn(seq, is_cached=self._is_cached))
+                if claiming.num_running == 0 and account.num_running > users[digest, tenant]:
+                    left = min(left, 0)
             steps[digest] = max(steps.get(digest, left), left)
-    return steps
+        return steps
+
+    def who_yields(self, newcomer: str, seats: int, blocks: int) -> list[Sequence]:
+        """The sequences that make room for a tenant of which nothing runs; none if they would not suffice.
+
+        Of the tenants that were served no less, the one served most gives first, and of its sequences those
+        admitted last. Its only one goes on until its turn is over.
+
+        Args:
+            seats, blocks: how many are lacking.
+        """
+        claiming = self._counters.account(newcomer)
+        yielding: list[Sequence] = []
+        left = Counter(seq.request.tenant for seq in self._running)
+        for seq in sorted(reversed(self._running), key=lambda seq: -self._account(seq).served):
+            if seats <= 0 and blocks <= 0:
+                return yielding
+            tenant = seq.request.tenant
+            is_over = left[tenant] > 1 or left_of_turn(seq, is_cached=self._is_cached) <= 0
+            if self._account(seq).served >= claiming.served and is_over and not seq.is_ending:
+                yielding.append(seq)
+                left[tenant] -= 1
+                seats -= 1 + len(seq.siblings)
+                blocks -= len(seq.block_ids)
+        return yielding if seats <= 0 and blocks <= 0 else []
+
+    def _account(self, seq: Sequence) -> Account:
+        return self._counters.account(seq.request.tenant)

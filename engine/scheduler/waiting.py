@@ -48,7 +48,7 @@ class WaitingQueue:
         accounts = [
             account for account in self._counters.waiting() if adapter_digest in self._lanes[account.tenant]
         ]
-        return min(accounts, key=lambda account: account.served).tenant if accounts else None
+        return min(accounts, key=lambda account: account.rank).tenant if accounts else None
 
     def push(self, seq: Sequence) -> None:
         """Adds a sequence, and lifts its tenant's counter if nothing of it was waiting."""
@@ -78,13 +78,13 @@ class WaitingQueue:
         self._counters.depart(request.tenant)
 
     def fair_order(self) -> Iterator[Sequence]:
-        """Proposes sequences one by one: the next of the tenant that was served least so far.
+        """Proposes sequences one by one: the next of the tenant that was served least (`Account.rank`).
 
         The caller either takes a proposal (`remove`, a new status, and a charge, before it asks for the
         next) or leaves it, and then its lane is left out for the rest of this iteration.
         """
-        heap: list[tuple[float, int, Account]] = [
-            (account.served, number, account) for number, account in enumerate(self._counters.waiting())
+        heap: list[tuple[tuple[float, int], int, Account]] = [
+            (account.rank, number, account) for number, account in enumerate(self._counters.waiting())
         ]
         heapq.heapify(heap)
         proposals: dict[str, list[_Proposal]] = {}
@@ -100,7 +100,7 @@ class WaitingQueue:
                     lane = self._lanes.get(account.tenant, {}).get(head.request.adapter_digest)
                     if lane:
                         heapq.heappush(heads, (lane[0].order, lane[0]))
-                    heapq.heappush(heap, (account.served, number, account))
+                    heapq.heappush(heap, (account.rank, number, account))
                     break
 
     def _heads(self, tenant: str) -> list[_Proposal]:

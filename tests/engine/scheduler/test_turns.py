@@ -160,7 +160,7 @@ def test_a_claim_finds_victims_among_those_that_begin_to_run_after_it_was_made()
     engine.scheduler.add(make_request(5, request_id=2, tenant="a", max_tokens=900))
     steps_until_started(engine, 1, 2)
     engine.scheduler.add(make_request(5, request_id=3, adapter="kept", tenant="a", max_tokens=900))
-    while not engine.tiers.counters.yields:
+    while engine.gate.claim is None:
         engine.step()
     engine.scheduler.add(make_request(5, request_id=4, tenant="a", max_tokens=50, priority=-1))
     steps_until_started(engine, 4)

@@ -1,0 +1,205 @@
+"""Every change of a sequence's state, and of what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.outputs import Outputs
+from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.block_tables import BlockTables
+from engine.scheduler.fairness import VirtualTokenCounters
+from engine.scheduler.queue_bounds import QueueBounds
+from engine.scheduler.roster import Roster
+from engine.scheduler.waiting import WaitingQueue
+from engine.sequence import FinishReason, Request, Sequence, Status
+from engine.step import RowResult
+
+
+class Lives:
+    """The sequences that are here, each where its status says. The scheduler decides; this carries it out.
+
+    Attributes:
+        running: those that hold blocks, in the order of their admission.
+        waiting: those that may be admitted.
+        roster: all of them.
+        outputs: the news of what happens here.
+        stepped_back: ids of those that ran, and wait again, since the step's planning began.
+    """
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        gate: AdapterGate,
+        counters: VirtualTokenCounters,
+        bounds: QueueBounds,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_preemptions = 0
+        self.num_yields = 0
+        self.stepped_back: set[int] = set()
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue(counters)
+        self.roster = Roster()
+        self.outputs = Outputs()
+        self._tables = tables
+        self._gate = gate
+        self._counters = counters
+        self._bounds = bounds
+        self._clock = clock
+
+    @property
+    def num_seats(self) -> int:
+        """Running sequences, and those that will run without another admission."""
+        return sum(1 + len(seq.siblings) for seq in self.running)
+
+    def check(self) -> None:
+        """Asserts that everyone is in the one place that its status says."""
+        waiting = list(self.waiting)
+        attached = [sibling for seq in (*self.running, *waiting) for sibling in seq.siblings]
+        everyone = [*self.running, *waiting, *attached]
+        assert sorted(s.seq_id for s in everyone) == sorted(s.seq_id for s in self.roster), "one is lost"
+        assert all(seq.status is Status.RUNNING for seq in self.running)
+        assert all(seq.status is Status.WAITING for seq in waiting)
+        assert all(seq.status is Status.ATTACHED for seq in attached)
+        assert not any(seq.block_ids or seq.adapter for seq in (*waiting, *attached)), "holds while waiting"
+        self._counters.check([seq.request.tenant for seq in self.running])
+
+    def begin_step(self) -> None:
+        """The planning of a step begins."""
+        self.stepped_back.clear()
+
+    # ---- the good way --------------------------------------------------------------------------------
+
+    def queue(self, request: Request) -> None:
+        """Takes in a request: its first choice waits, the others are attached to it."""
+        leader, *siblings = self.roster.enlist(request)
+        for sibling in siblings:
+            sibling.set_status(Status.ATTACHED)
+        leader.siblings = siblings
+        self.waiting.push(leader)
+        if len(leader.tokens) >= request.max_len:
+            self.end_all([leader, *siblings], FinishReason.LENGTH)
+        else:
+            self._gate.want(request.adapter_digest, request.tenant)
+
+    def start(self, seq: Sequence) -> None:
+        """Makes a waiting sequence that has its blocks run."""
+        self.waiting.remove(seq)
+        seq.adapter = self._gate.acquire(seq.request.adapter_digest)
+        seq.num_charged = max(seq.num_charged, min(seq.num_computed, seq.num_given))
+        seq.num_at_start = len(seq.tokens) + seq.num_unseen
+        self._run(seq)
+        if self.roster.mark_started(seq.request):
+            queue_us = max(0, int((self._clock() - seq.request.arrival) * 1e6))
+            cached = min(seq.num_computed, seq.num_prompt)
+            self.outputs.started(seq.request, cached_tokens=cached, queue_us=queue_us)
+            self._bounds.note_start(seq.request.tenant, len(seq.request.sampling))
+
+    def take_token(self, seq: Sequence, outcome: RowResult) -> None:
+        """Appends a token to a sequence, and ends it if that was the last."""
+        assert outcome.seq_id == seq.seq_id, "results are not in the plan's order"
+        if seq.siblings and seq.status is Status.RUNNING:
+            self._fork_siblings(seq)
+        request, token = seq.request, outcome.token
+        seq.tokens.append(token)
+        self.outputs.token(seq, token, outcome.logprobs)
+        self._counters.charge_output(request.tenant)
+        if token in request.stop_token_ids:
+            self.end(seq, FinishReason.STOP)
+        elif len(seq.tokens) >= request.max_len:
+            self.end(seq, FinishReason.LENGTH)
+
+    def _fork_siblings(self, leader: Sequence) -> None:
+        """Lets the further choices run from the prompt that the leader has computed."""
+        siblings, leader.siblings = leader.siblings, []
+        for sibling in siblings:
+            self._tables.fork(leader, sibling)
+            sibling.adapter = self._gate.acquire(leader.request.adapter_digest)
+            sibling.num_charged = sibling.num_given
+            sibling.num_at_start = len(sibling.tokens)
+            self._run(sibling, "forked")
+
+    def _run(self, seq: Sequence, why: str = "") -> None:
+        seq.set_status(Status.RUNNING, why)
+        self.running.append(seq)
+        self._counters.start(seq.request.tenant)
+
+    # ---- back to the queue ---------------------------------------------------------------------------
+
+    def preempt(self, seq: Sequence) -> None:
+        """Takes everything from a running sequence and puts it to the front of its tenant."""
+        self.num_preemptions += 1
+        self._stop_running(seq)
+        self._wait_again(seq, "preempted")
+
+    def yield_room(self, seq: Sequence) -> None:
+        """As `preempt`, for a tenant of which nothing runs."""
+        self.num_yields += 1
+        self._stop_running(seq)
+        self._wait_again(seq, "makes room")
+
+    def yield_pages(self, seq: Sequence) -> None:
+        """Takes everything from a running sequence and puts it behind those of its tenant that wait."""
+        self._stop_running(seq)
+        self._wait_again(seq, "yields", order=(1, seq.request.priority, self.roster.take_ticket()))
+
+    def _wait_again(self, seq: Sequence, why: str, *, order: tuple[int, int, int] | None = None) -> None:
+        """Queues a sequence once more: at the front of its tenant's, unless the order says where."""
+        self.stepped_back.add(seq.seq_id)
+        seq.order = order or (0, seq.request.priority, seq.seq_id)
+        seq.set_status(Status.WAITING, why)
+        self.waiting.push(seq)
+
+    def _stop_running(self, seq: Sequence, *, spoiled: bool = False) -> None:
+        """The only way out of the running list: blocks and the adapter's reference are given back."""
+        self.running.remove(seq)
+        self._counters.stop(seq.request.tenant)
+        self._tables.release(seq, spoiled=spoiled)
+        if seq.adapter is not None:
+            self._gate.release(seq.request.adapter_digest)
+            seq.adapter = None
+
+    # ---- the end -------------------------------------------------------------------------------------
+
+    def end(self, seq: Sequence, reason: FinishReason, error: str = "", *, spoiled: bool = False) -> None:
+        """The only way out of the engine, from whatever state. The first of the siblings takes over."""
+        if seq.status is Status.RUNNING:
+            self._stop_running(seq, spoiled=spoiled)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+            if spoiled:  # preempted while the step that spoiled it was under way
+                self._tables.forget(seq)
+        else:
+            self._detach(seq)
+        seq.set_status(Status.FINISHED, reason.name)
+        self.roster.strike(seq)
+        self.outputs.finished(seq.request, seq.choice, reason, error)
+        if seq.siblings:
+            heir, *others = seq.siblings
+            seq.siblings = []
+            heir.siblings = others
+            heir.num_charged = seq.num_charged
+            self._wait_again(heir, "leads now")
+
+    def end_all(self, sequences: Iterable[Sequence], reason: FinishReason, error: str = "") -> None:
+        """Ends several sequences, attached ones first, so that none takes over from another in vain."""
+        for seq in sorted(sequences, key=lambda seq: seq.status is not Status.ATTACHED):
+            self.end(seq, reason, error)
+
+    def end_spoiled(self, seq: Sequence, why: str) -> None:
+        """Ends a sequence whose results cannot be trusted, and those that would start from them."""
+        for sibling in list(seq.siblings):
+            self.end(sibling, FinishReason.ERROR, why)
+        self.end(seq, FinishReason.ERROR, why, spoiled=True)
+
+    def end_failed_adapters(self) -> None:
+        """Ends the waiting sequences whose adapter could not be brought; attached ones with their leader."""
+        for failure in self._gate.take_failures():
+            leaders = [seq for seq in self.waiting if seq.request.adapter_digest == failure.digest]
+            for leader in leaders:
+                self.end_all([leader, *leader.siblings], FinishReason.ERROR, failure.reason)
+
+    def _detach(self, seq: Sequence) -> None:
+        for other in self.roster.of_request(*seq.request.key):
+            if seq in other.siblings:
+                other.siblings.remove(seq)
