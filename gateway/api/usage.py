@@ -1,4 +1,4 @@
-"""`/v1/usage` and `/admin/usage`: what was used, in sums and request by request, as JSON or CSV."""
+"""`/v1/usage`: what the caller's tenant used, in sums and request by request, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from gateway.accounts.entry import FIELDS
 from gateway.auth import Principal, require
 from gateway.csv_text import to_csv
 from gateway.described import JSON, described
-from gateway.errors import ApiError, invalid_request
-from gateway.keys import NO_TENANT
+from gateway.errors import invalid_request
 from gateway.ledger_pages import RecordedRequest, read_page
 from gateway.schemas.usage_answers import UsageRequest, UsageRequests, UsageSums
 from gateway.services import Services
-from gateway.usage import GroupBy, UsageSummary, days_of, summarise
+from gateway.usage import GroupBy, days_of, summarise
 
 router = APIRouter(tags=["usage"])
 
 _CSV = "text/csv"
 _DEFAULT_DAYS = 30
 _MAX_DAYS = 366
-_MAX_TENANT_DAYS = 20_000
-_FORMS = {_CSV: None}
+FORMS = {_CSV: None}
+"""What an answer may come in, beside JSON."""
 _BY_DAY: list[GroupBy] = ["day"]
-_BY_TENANT: list[GroupBy] = ["tenant"]
 
 
 def _in_utc(time: datetime) -> datetime:
@@ -48,11 +46,10 @@ Groups = Annotated[
 Time = Annotated[datetime, AfterValidator(_in_utc)]
 Cursor = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$")]
 Name = Annotated[str, StringConstraints(max_length=200)]
-TenantName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 @router.get("/v1/usage")
-@described(UsageSums, media=_FORMS)
+@described(UsageSums, media=FORMS)
 async def show_usage(
     request: Request,
     caller: Annotated[Principal, Depends(require("inference"))],
@@ -62,39 +59,11 @@ async def show_usage(
     format: Format = None,
 ) -> Response:
     """Sums up what the caller's tenant used."""
-    first, last = _days(since, until)
-    summary = await _summary(request.app.state.services, [caller.tenant_id], first, last, group_by)
-    return _answer(request, summary, first, last, format)
-
-
-@router.get("/admin/usage")
-@described(UsageSums, media=_FORMS, errors=(404,))
-async def show_usage_of_tenants(
-    request: Request,
-    caller: Annotated[Principal, Depends(require("admin"))],
-    tenant: Annotated[
-        TenantName | None, Query(description="One tenant; also one that was deleted. All by default.")
-    ] = None,
-    since: FirstDay = None,
-    until: LastDay = None,
-    group_by: Groups = _BY_TENANT,
-    format: Format = None,
-) -> Response:
-    """Sums up what one tenant used, or all of them."""
-    services: Services = request.app.state.services
-    first, last = _days(since, until)
-    tenants = await _tenants(services, caller, tenant)
-    if len(tenants) * ((last - first).days + 1) > _MAX_TENANT_DAYS:
-        message = (
-            f"{len(tenants)} tenants over so many days are too much at once. Name a tenant, or fewer days."
-        )
-        raise invalid_request(message, param="since")
-    summary = await _summary(services, tenants, first, last, group_by)
-    return _answer(request, summary, first, last, format)
+    return await sums_answer(request, [caller.tenant_id], period_of(since, until), group_by, format)
 
 
 @router.get("/v1/usage/requests")
-@described(UsageRequests, media=_FORMS)
+@described(UsageRequests, media=FORMS)
 async def list_usage_requests(
     request: Request,
     caller: Annotated[Principal, Depends(require("inference"))],
@@ -132,21 +101,8 @@ async def list_usage_requests(
     return Response(orjson.dumps({"object": "list", "data": data, **more}), media_type=JSON)
 
 
-async def _tenants(services: Services, caller: Principal, named: str | None) -> list[str]:
-    """Whose usage the caller sees: the operator anyone's, a tenant's own key its own. Raises ApiError."""
-    if caller.tenant_id != NO_TENANT and named in (None, caller.tenant_id):
-        return [caller.tenant_id]
-    known = await services.usage.tenants() if caller.tenant_id == NO_TENANT else []
-    if named is None:
-        return known
-    if named in known or (caller.tenant_id == NO_TENANT and await services.tenants.get(named)):
-        return [named]
-    message = f"There is no tenant '{named}'."
-    raise ApiError(404, message, type="invalid_request_error", code="tenant_not_found", param="tenant")
-
-
-def _days(since: date | None, until: date | None) -> tuple[date, date]:
-    """The first and the last day. Raises ApiError 400 when they are not in order, or too far apart."""
+def period_of(since: date | None, until: date | None) -> tuple[date, date]:
+    """Returns the first and the last day. Raises ApiError 400 where they are in disorder or too far apart."""
     last = until or datetime.now(UTC).date()
     first = since or date.fromordinal(max(1, last.toordinal() - _DEFAULT_DAYS + 1))
     if first > last:
@@ -156,14 +112,18 @@ def _days(since: date | None, until: date | None) -> tuple[date, date]:
     return first, last
 
 
-async def _summary(
-    services: Services, tenants: Sequence[str], first: date, last: date, group_by: Sequence[GroupBy]
-) -> UsageSummary:
+async def sums_answer(
+    request: Request,
+    tenants: Sequence[str],
+    period: tuple[date, date],
+    group_by: Sequence[GroupBy],
+    format: str | None,
+) -> Response:
+    """Returns what these tenants used from the first to the last day."""
+    services: Services = request.app.state.services
+    first, last = period
     uses = await services.usage.uses(tenants, days_of(first, last))
-    return summarise(uses, group_by, services.prices)
-
-
-def _answer(request: Request, summary: UsageSummary, first: date, last: date, format: str | None) -> Response:
+    summary = summarise(uses, group_by, services.prices)
     if _wants_csv(request, format):
         return _csv(summary.columns, [summary.values(row) for row in summary.rows], {})
     body = {
