@@ -58,8 +58,22 @@ _INTEGER = {"type": "integer", "minimum": 0}
 _RESPONSE_HEADERS = {
     "RequestId": {"description": "The request's id, as in the gateway's log.", "schema": {"type": "string"}},
     "RetryAfter": {"description": "Seconds after which to try again.", "schema": _INTEGER},
+    "Limit": {"description": "A limit that is set: how much a minute.", "schema": _INTEGER},
+    "Remaining": {"description": "What is left of it.", "schema": _INTEGER},
+    "Reset": {
+        "description": "In how long all of it can be had again.",
+        "schema": {"type": "string"},
+        "example": "6m0s",
+    },
     "Authenticate": {"description": "How to authenticate.", "schema": {"type": "string"}},
 }
+_LIMIT_HEADERS = {
+    f"x-ratelimit-{part}-{kind}": name
+    for kind in ("requests", "tokens", "input-tokens", "output-tokens")
+    for part, name in (("limit", "Limit"), ("remaining", "Remaining"), ("reset", "Reset"))
+}
+"""What an answer to inference may have, for limits that are set."""
+
 _HEADERS_OF_ERROR = {
     401: {"WWW-Authenticate": "Authenticate"},
     429: {"Retry-After": "RetryAfter"},
@@ -72,6 +86,12 @@ _REQUEST_HEADERS = {
         True,
         {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
         0,
+    ),
+    "X-Request-Timeout": (
+        "Seconds that the request may take, in the queue and in all; then it ends with 504.",
+        False,
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
+        30,
     ),
 }
 """Headers that endpoints read by themselves: what they mean, whether they must be there, schema, example."""
@@ -160,7 +180,7 @@ def _describe(
         operation["security"] = [{_KEY: []}]
     success = {
         "description": "It worked.",
-        "headers": _headers({}),
+        "headers": _headers(_LIMIT_HEADERS if "inference" in route.tags else {}),
         "content": _content(description, schema_of),
     }
     responses: dict[str, Any] = {str(route.status_code or 200): success}

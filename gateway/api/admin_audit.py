@@ -32,7 +32,7 @@ async def list_audit(
         str | None, Query(max_length=64, description="`key.revoke`, or `key.` for all that begin so.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    cursor: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$")] = None,
+    cursor: Annotated[str | None, Query(pattern=r"^[1-9][0-9]{0,14}-[0-9]{1,15}$")] = None,
 ) -> dict[str, Any]:
     """Lists changes of tenants, keys, limits and adapters. A tenant's own admin sees those of its tenant."""
     services: Services = request.app.state.services

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import AfterValidator, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from gateway.accounts.entry import FIELDS
 from gateway.auth import Principal, require
@@ -27,6 +29,7 @@ _DEFAULT_DAYS = 30
 _MAX_DAYS = 366
 FORMS = {_CSV: None}
 """What an answer may come in, beside JSON."""
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _BY_DAY: list[GroupBy] = ["day"]
 
 
@@ -34,17 +37,25 @@ def _in_utc(time: datetime) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
+def _written_out(value: str) -> str:
+    """pydantic would take seconds since 1970 as well."""
+    if not _DAY.match(value):
+        raise PydanticCustomError("day", "It is written as in 2026-11-29 or 2026-11-29T12:00:00Z")
+    return value
+
+
 Format = Annotated[
     Literal["json", "csv"] | None,
     Query(description="`csv` is for spreadsheets, and also what `Accept: text/csv` gives."),
 ]
-FirstDay = Annotated[date | None, Query(description="First UTC day; 30 days with the last one by default.")]
-LastDay = Annotated[date | None, Query(description="Last UTC day, included; today by default.")]
+Day = Annotated[date, BeforeValidator(_written_out)]
+FirstDay = Annotated[Day | None, Query(description="First UTC day; 30 days with the last one by default.")]
+LastDay = Annotated[Day | None, Query(description="Last UTC day, included; today by default.")]
 Groups = Annotated[
     list[GroupBy], Query(description="What to group by; may be given more than once.", max_length=4)
 ]
-Time = Annotated[datetime, AfterValidator(_in_utc)]
-Cursor = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$")]
+Time = Annotated[datetime, BeforeValidator(_written_out), AfterValidator(_in_utc)]
+Cursor = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,14}-[0-9]{1,15}$")]
 Name = Annotated[str, StringConstraints(max_length=200)]
 
 

@@ -19,6 +19,7 @@ BaseNames = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=200)]], Field(max_length=100)
 ]
 Pins = Annotated[int, Field(ge=0, le=10_000)]
+Sharing = Annotated[PrefixSharing, Field(strict=False)]
 Weight = Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)]
 Rate = Annotated[int, Field(ge=1, le=LARGEST_LIMIT)]
 Total = Annotated[int, Field(ge=0, le=LARGEST_LIMIT)]
@@ -28,7 +29,7 @@ _MONTH_S = 31 * 86_400
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     def given(self) -> dict[str, Any]:
         """Returns what the client sent, null included, without what it left out."""
@@ -63,7 +64,7 @@ class CreateTenant(_Body):
     name: TenantName
     id: TenantId | None = Field(None, description="Without it the name's: `acme-ltd` for 'Acme Ltd'.")
     weight: Weight = 1.0
-    prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE
+    prefix_sharing: Sharing = PrefixSharing.PRIVATE
     max_pinned_adapters: Pins = DEFAULT_PINS
     limits: LimitsBody = LimitsBody()
     base_models: BaseNames | None = Field(None, description="Base models that it may use; null: all.")
@@ -81,7 +82,7 @@ class UpdateTenant(_Body):
 
     name: TenantName = ""
     weight: Weight = 1.0
-    prefix_sharing: PrefixSharing = PrefixSharing.PRIVATE
+    prefix_sharing: Sharing = PrefixSharing.PRIVATE
     max_pinned_adapters: Pins = DEFAULT_PINS
     suspended: bool = False
     limits: LimitsBody | None = None
