@@ -15,7 +15,8 @@ import logging
 from collections.abc import Sequence
 
 from adapters.blob_store import BlobStore, Staging, StoreUnavailable
-from adapters.registry import AdapterVersion, Registry
+from adapters.registry import AdapterVersion, Quota, Registry
+from adapters.registry.quotas import NO_QUOTA
 from adapters.validation import AdapterSummary
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,12 @@ async def publish(
     summary: AdapterSummary,
     promote: bool = True,
     by: str = "",
+    quota: Quota = NO_QUOTA,
 ) -> AdapterVersion:
     """Makes validated files in `staging` a new version of the tenant's name, inside the staging's context.
 
     The version is live from then on, unless `promote` is False. `by` is the id of the key that uploads.
+    Raises as the registry does: then the blob stays for its grace.
     """
     manifest = {
         "digest": summary.digest.hex(),
@@ -47,7 +50,7 @@ async def publish(
     async with registry.references.reserved(summary.digest):
         await asyncio.to_thread(staging.publish, summary.digest, manifest)
         await recall(registry, store, tenant, name)
-        version = await registry.add_version(tenant, name, summary, promote=promote, by=by)
+        version = await registry.add_version(tenant, name, summary, promote=promote, by=by, quota=quota)
     await record(registry, store, tenant, name)
     return version
 

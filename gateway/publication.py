@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio.to_thread
 
 from adapters import lifecycle
+from adapters.adapter_files import is_weights
 from adapters.base_model import BaseModelShape
 from adapters.blob_store import BlobStore, Staging
 from adapters.identity import InvalidName, check_name
-from adapters.registry import AdapterNotFound, AdapterVersion
+from adapters.registry import AdapterNotFound, AdapterVersion, Quota
+from adapters.safetensors_header import MAX_HEADER_BYTES
 from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_file, validate
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal
@@ -23,20 +25,41 @@ from gateway.base_shape import shape_of
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.known_uploads import KnownUploads
 from gateway.own_tokenizers import check_own_tokenizer
+from gateway.resolve import base_not_allowed, may_use
 from gateway.services import Services
-from gateway.upload_sessions import UploadOptions
+from gateway.upload_sessions import ExpectedFile, UploadOptions
 from gateway.upload_transfers import upload_not_found
 from protos.engine_pb2 import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 
-def model_for_uploads(services: Services) -> ModelInfo:
-    """The base model that uploads are checked against. Raises ApiError 503 while no engine has shown it."""
+def model_for_uploads(services: Services, caller: Principal) -> ModelInfo:
+    """The base model that the caller's uploads are checked against.
+
+    Raises ApiError: 503 while no engine has shown it, 403 where the tenant may not use it.
+    """
     info = services.engines.model_info()
     if info is None:
         raise unavailable("No engine has shown its model yet, so no adapter can be checked against it.")
+    if not may_use(caller, info):
+        raise base_not_allowed("This tenant may not use the base model that is served here.")
     return info
+
+
+def quota_of(caller: Principal) -> Quota:
+    """How many adapters the caller's tenant may have, and how many bytes."""
+    return Quota(caller.limits.adapters, caller.limits.adapter_bytes)
+
+
+async def check_room(services: Services, caller: Principal, name: str, files: Sequence[ExpectedFile]) -> None:
+    """Raises AdapterConflict where these files can never fit into the tenant's quota, before they are sent.
+
+    Whether they do is seen when they are published: what a header takes of a file is not known yet.
+    """
+    weights = [file.bytes for file in files if is_weights(file.name)]
+    least = max(0, sum(weights) - len(weights) * MAX_HEADER_BYTES)
+    await services.registry.check_room(caller.tenant_id, name, least, quota_of(caller))
 
 
 def check_upload_name(services: Services, name: str) -> str:
@@ -61,7 +84,8 @@ async def publish_folder(
 ) -> AdapterVersion:
     """Checks the adapter in `staging`, whose files have all been hashed, and makes it a version.
 
-    Raises ApiError 4xx that names the fault; OSError when the store fails. Whoever staged the files removes
+    Raises ApiError 4xx that names the fault; AdapterConflict when the tenant has no room for it; OSError when
+    the store fails. Whoever staged the files removes
     what is left of them.
     """
     offered = dict(staging.hashes)
@@ -78,6 +102,7 @@ async def publish_folder(
         summary=summary,
         promote=options.promote,
         by=caller.key_id,
+        quota=quota_of(caller),
     )
     await _check_tenant(services, version)
     known = KnownUploads(services.redis, info.digest)
@@ -101,7 +126,12 @@ async def publish_known(
             return None
         await lifecycle.recall(services.registry, services.store, caller.tenant_id, options.name)
         version = await services.registry.add_version(
-            caller.tenant_id, options.name, summary, promote=options.promote, by=caller.key_id
+            caller.tenant_id,
+            options.name,
+            summary,
+            promote=options.promote,
+            by=caller.key_id,
+            quota=quota_of(caller),
         )
     await lifecycle.record(services.registry, services.store, caller.tenant_id, options.name)
     await _check_tenant(services, version)

@@ -62,11 +62,14 @@ class ModelResolver:
     async def resolve(self, name: str, caller: Principal, *, user: str | None = None) -> ResolvedModel:
         """Returns what `name` means for a request of the caller; while a canary runs, for its `user`.
 
-        Raises ApiError: 404, the same for an adapter of somebody else as for none; 503 while no engine has
-        shown its model, or while an adapter not seen before cannot be looked up.
+        Raises ApiError: 404, the same for an adapter of somebody else as for none, and for a base model that
+        the tenant may not use as for none; 403 for an adapter that the tenant has above such a base; 503
+        while no engine has shown its model, or while an adapter not seen before cannot be looked up.
         """
         base = self._engines.model_info(name)
         if base is not None:
+            if not may_use(caller, base):
+                raise model_not_found(name)
             return ResolvedModel(base.name, base)
         base = self._engines.model_info()
         if base is None:
@@ -74,6 +77,7 @@ class ModelResolver:
         found = await self.find_adapter(name, caller)
         if found is None:
             raise model_not_found(name)
+        check_base(name, caller, base)
         version = found.choose(caller.tenant_id, user)
         if version is None:
             raise nothing_is_live(name)
@@ -110,6 +114,23 @@ class ModelResolver:
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         return found
+
+
+def may_use(caller: Principal, base: ModelInfo) -> bool:
+    """Whether the caller's tenant may use this base model."""
+    return caller.base_models is None or base.name in caller.base_models
+
+
+def check_base(name: str, caller: Principal, base: ModelInfo) -> None:
+    """Raises ApiError 403 for an adapter of the caller's that runs on a base model which it may not use."""
+    if not may_use(caller, base):
+        raise base_not_allowed(f"The adapter '{name}' runs on a base model that this tenant may not use.")
+
+
+def base_not_allowed(fault: str) -> ApiError:
+    """Returns the 403 for a base model that the operator keeps from the tenant; it does not name it."""
+    message = f"{fault} Ask your operator."
+    return ApiError(403, message, type="permission_error", code="base_model_not_allowed", param="model")
 
 
 def model_not_found(name: str) -> ApiError:

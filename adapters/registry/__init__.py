@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from adapters.registry.errors import AdapterConflict, AdapterNotFound
 from adapters.registry.names import Registry
+from adapters.registry.quotas import Quota
 from adapters.registry.versions import AdapterName, AdapterVersion, Canary, Event, Resolution
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "AdapterVersion",
     "Canary",
     "Event",
+    "Quota",
     "Registry",
     "Resolution",
 ]

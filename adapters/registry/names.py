@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from adapters.model_ref import ModelRef
 from adapters.registry.aliases import Aliases
 from adapters.registry.errors import raise_fault
 from adapters.registry.grants import Grants
+from adapters.registry.quotas import NO_QUOTA, Quota
 from adapters.registry.records import Records
 from adapters.registry.references import References
 from adapters.registry.scripts import BYTES, BatchedScript, Script, check_tenant, key, text
@@ -27,9 +29,12 @@ from adapters.registry.versions import (
 )
 from adapters.validation import AdapterSummary
 
-# → the new version's number. A name that is uploaded to again can no longer be the target of a rename back.
+# → {'ok', the new version's number}, or which quota it would exceed. A name that is uploaded to again can no
+# longer be the target of a rename back.
 _ADD = """
-local tenant, name, record, promote, by = unpack(ARGV)
+local tenant, name, record, promote, by, most_names, most_bytes = unpack(ARGV)
+local full, used = over_quota(tenant, name, record, most_names, most_bytes)
+if full then return {full, used} end
 local version = redis.call('HINCRBY', at('last', tenant), name, 1)
 redis.call('HSET', at('versions', tenant, name), version, record)
 redis.call('HDEL', at('moved', tenant), name)
@@ -40,7 +45,15 @@ elseif not live_of(tenant, name) then
     redis.call('HSET', at('live', tenant), name, 0)
 end
 changed(tenant, name, 'upload', by, {version = version, detail = promote == '1' and 'live' or 'staged'})
-return version
+return {'ok', version}
+"""
+
+# → {'ok'}, or which quota a new version would exceed.
+_ROOM = """
+local tenant, name, record, most_names, most_bytes = unpack(ARGV)
+local full, used = over_quota(tenant, name, record, most_names, most_bytes)
+if full then return {full, used} end
+return {'ok'}
 """
 
 # → version and record, and with a canary its version, record and percent; '0' when nothing is live yet;
@@ -184,6 +197,7 @@ class Registry:
         self.records = Records(redis)
         self._redis = redis
         self._add = Script(redis, _ADD)
+        self._room = Script(redis, _ROOM)
         self._resolve = BatchedScript(redis, _RESOLVE)
         self._list = Script(redis, _LIST)
         self._show = Script(redis, _SHOW)
@@ -193,16 +207,36 @@ class Registry:
         self._forget = Script(redis, _FORGET)
 
     async def add_version(
-        self, tenant: str, name: str, summary: AdapterSummary, *, promote: bool = True, by: str = ""
+        self,
+        tenant: str,
+        name: str,
+        summary: AdapterSummary,
+        *,
+        promote: bool = True,
+        by: str = "",
+        quota: Quota = NO_QUOTA,
     ) -> AdapterVersion:
         """Gives the name a new version, and makes it live unless it is only staged.
 
-        Its blob must be in the store already, and reserved there (see `References.reserved`).
+        Its blob must be in the store already, and reserved there (see `References.reserved`). Raises
+        `AdapterConflict` where the tenant would then have more than its quota: of any number of calls at
+        once, on any number of gateways, only as many pass as fit.
         """
         check_name(name)
         record = new_record(summary)
-        version = await self._add(check_tenant(tenant), name, record, int(promote), by)
-        return read_version(tenant, name, version, record)
+        reply = await self._add(check_tenant(tenant), name, record, int(promote), by, *quota.to_args())
+        status, detail = map(text, reply)
+        quota.raise_fault(status, name=name, used=detail, more=summary.nbytes)
+        return read_version(tenant, name, detail, record)
+
+    async def check_room(self, tenant: str, name: str, nbytes: int, quota: Quota) -> None:
+        """Raises `AdapterConflict` where a version of so many bytes, which the tenant has not yet, would
+        exceed the quota now. It keeps no room: `add_version` asks again.
+        """
+        check_name(name)
+        record = json.dumps({"digest": "", "nbytes": nbytes})
+        status, *used = map(text, await self._room(check_tenant(tenant), name, record, *quota.to_args()))
+        quota.raise_fault(status, name=name, used="".join(used), more=nbytes)
 
     async def resolve(self, caller: str, ref: ModelRef) -> Resolution | None:
         """What the reference means to the calling tenant, or None: there is none such, or none for it."""

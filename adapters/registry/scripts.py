@@ -67,6 +67,19 @@ local function drop(tenant, record)
     return values.digest
 end
 
+-- Which quota the tenant would exceed with this version more, and how much of it is used; nothing: it fits.
+-- An empty quota is none. The bytes of a digest that the tenant has already are no more bytes.
+local function over_quota(tenant, name, record, most_names, most_bytes)
+    local names = redis.call('HLEN', at('live', tenant))
+    if most_names ~= '' and not live_of(tenant, name) and names >= tonumber(most_names) then
+        return 'adapter_quota', tostring(names)
+    end
+    local values = cjson.decode(record)
+    if most_bytes == '' or redis.call('HEXISTS', at('holdings', tenant), values.digest) == 1 then return end
+    local used = redis.call('HGET', at('bytes'), tenant) or '0'
+    if tonumber(used) + values.nbytes > tonumber(most_bytes) then return 'bytes_quota', used end
+end
+
 -- The name's record in the store is out of date from here on.
 local function outdate(tenant, name)
     redis.call('HINCRBY', at('revision', tenant), name, 1)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_object
 from gateway.described import described
-from gateway.errors import unavailable
+from gateway.publication import model_for_uploads
 from gateway.schemas.adapter_answers import AdapterBase
 from gateway.services import Services
 
@@ -23,7 +23,4 @@ async def show_base(
 ) -> dict[str, Any]:
     """Shows the base model's layers and sizes, and the largest rank that is served."""
     services: Services = request.app.state.services
-    info = services.engines.model_info()
-    if info is None:
-        raise unavailable("No engine has shown its model yet.")
-    return shape_object(info)
+    return shape_object(model_for_uploads(services, caller))

@@ -65,7 +65,7 @@ async def compare_versions(
     ]
     modules: list[dict[str, Any]] = []
     if first.digest != second.digest:
-        shape = shape_of(model_for_uploads(services))
+        shape = shape_of(model_for_uploads(services, caller))
         # It reads as much as two uploads, and works in the threads that everybody's uploads need.
         with services.upload_slots.taken(caller.tenant_id):
             async with _present(first, second):

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from adapters.registry import AdapterVersion
 from gateway.auth import Principal, require
 from gateway.described import described
-from gateway.resolve import model_not_found, nothing_is_live
+from gateway.resolve import check_base, may_use, model_not_found, nothing_is_live
 from gateway.schemas.answers import Model, ModelList
 from gateway.services import Services
 from protos.engine_pb2 import ModelInfo
@@ -26,13 +26,14 @@ async def list_models(
 ) -> dict[str, Any]:
     """Lists what the caller may name as `model`."""
     services: Services = request.app.state.services
-    bases = services.engines.models()
-    parent = bases[0].name if bases else None
-    own = [item.live for item in await services.registry.list(caller.tenant_id) if item.live]
-    granted = await services.registry.grants.granted_to(caller.tenant_id)
-    data = [_base_object(info) for info in bases]
-    data += [_adapter_object(found, found.name, parent) for found in own]
-    data += [_adapter_object(found, f"{found.tenant}/{found.name}", parent) for found in granted]
+    data = [_base_object(info) for info in services.engines.models() if may_use(caller, info)]
+    default = services.engines.model_info()
+    if default is None or may_use(caller, default):  # every adapter runs on it
+        parent = default.name if default else None
+        own = [item.live for item in await services.registry.list(caller.tenant_id) if item.live]
+        granted = await services.registry.grants.granted_to(caller.tenant_id)
+        data += [_adapter_object(found, found.name, parent) for found in own]
+        data += [_adapter_object(found, f"{found.tenant}/{found.name}", parent) for found in granted]
     return {"object": "list", "data": data}
 
 
@@ -48,11 +49,15 @@ async def retrieve_model(
     services: Services = request.app.state.services
     base = services.engines.model_info(name)
     if base is not None:
+        if not may_use(caller, base):
+            raise model_not_found(name)
         return _base_object(base)
     found = await services.models.find_adapter(name, caller)
     if found is None:
         raise model_not_found(name)
     default = services.engines.model_info()
+    if default is not None:
+        check_base(name, caller, default)
     if found.live is None:
         raise nothing_is_live(name)
     return _adapter_object(found.live, name, default.name if default else None)

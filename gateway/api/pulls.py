@@ -29,7 +29,7 @@ async def pull_adapter(
     if services.hub is None:
         message = "This server takes no adapters from a hub. Upload the files, or ask your operator."
         raise ApiError(403, message, type="permission_error", code="pull_not_allowed")
-    info = model_for_uploads(services)
+    info = model_for_uploads(services, caller)
     options = UploadOptions(check_upload_name(services, body.name), body.allow_zero, body.promote)
     with services.upload_slots.taken(caller.tenant_id):
         async with staged(services.store) as staging:

@@ -20,6 +20,7 @@ from gateway.described import described
 from gateway.errors import ApiError, invalid_request
 from gateway.publication import (
     UploadOptions,
+    check_room,
     check_upload_name,
     largest_upload,
     model_for_uploads,
@@ -56,10 +57,10 @@ async def upload_adapter(
     `allow_zero=true` and `promote=false`. What is not right in every detail is refused, and leaves nothing.
     """
     services: Services = request.app.state.services
-    info = model_for_uploads(services)
+    info = model_for_uploads(services, caller)
     with services.upload_slots.taken(caller.tenant_id):
         async with staged(services.store) as staging:
-            upload = await _receive(request, services, staging.path)
+            upload = await _receive(request, staging.path, largest_upload(services, info))
             options = _options_of(services, upload.fields)
             staging.hashes.update(upload.hashes)
             version = await publish_folder(services, staging, info, caller=caller, options=options)
@@ -77,7 +78,7 @@ async def begin_upload(
     complete at once, and `adapter` is the new version.
     """
     services: Services = request.app.state.services
-    info = model_for_uploads(services)
+    info = model_for_uploads(services, caller)
     options = UploadOptions(check_upload_name(services, body.name), body.allow_zero, body.promote)
     files = [ExpectedFile(file.name, file.bytes, file.sha256) for file in body.files]
     _check_files(files, largest_upload(services, info))
@@ -90,6 +91,7 @@ async def begin_upload(
             "name": options.name,
             "adapter": version_object(version),
         }
+    await check_room(services, caller, options.name, files)
     async with store_faults():
         session = await asyncio.to_thread(services.upload_sessions.open, caller.tenant_id, options, files)
         return await asyncio.to_thread(describe, session, status="open")
@@ -147,7 +149,7 @@ async def complete_upload(
     store or Redis was away: then it may be completed later.
     """
     services: Services = request.app.state.services
-    info = model_for_uploads(services)
+    info = model_for_uploads(services, caller)
     session = await _session(request, caller, upload_id)
     with services.upload_slots.taken(caller.tenant_id):
         async with store_faults():
@@ -181,14 +183,14 @@ async def give_up_upload(
     return {"id": session.id, "object": "adapter.upload.deleted", "deleted": True}
 
 
-async def _receive(request: Request, services: Services, folder: Path) -> Upload:
+async def _receive(request: Request, folder: Path, max_bytes: int) -> Upload:
     try:
         return await receive_upload(
             request.stream(),
             content_type=request.headers.get("content-type", ""),
             content_length=request.headers.get("content-length"),
             folder=folder,
-            max_bytes=largest_upload(services, model_for_uploads(services)),
+            max_bytes=max_bytes,
         )
     except ClientDisconnect:
         raise invalid_request("The client went away during the upload.", code="upload_aborted") from None

@@ -1,0 +1,43 @@
+"""How many adapters a tenant may have, and how many bytes; the count is the scripts' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adapters.registry.errors import AdapterConflict
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may have in all; None: as much as it likes."""
+
+    names: int | None = None
+    nbytes: int | None = None
+    """Of the files of its versions; those of one digest count once."""
+
+    def to_args(self) -> tuple[str, str]:
+        """The quota as scripts take it."""
+        return _arg(self.names), _arg(self.nbytes)
+
+    def raise_fault(self, status: str, *, name: str, used: str, more: int) -> None:
+        """Raises `AdapterConflict` for a script's status that stands for an exceeded quota."""
+        if status == "adapter_quota":
+            raise AdapterConflict(
+                f"This tenant has {used} adapters and may have {self.names}: there is no room for '{name}'. "
+                "Delete one, upload a new version of one that is there, or ask your operator for more.",
+                "adapter_quota_exceeded",
+            )
+        if status == "bytes_quota":
+            raise AdapterConflict(
+                f"This tenant's adapters take {int(used):,} of the {self.nbytes or 0:,} bytes that they may, "
+                f"and this upload to '{name}' takes {more:,} more. Delete versions that you no longer need, "
+                "or ask your operator for more.",
+                "adapter_bytes_quota_exceeded",
+            )
+
+
+NO_QUOTA = Quota()
+
+
+def _arg(limit: int | None) -> str:
+    return "" if limit is None else str(limit)
