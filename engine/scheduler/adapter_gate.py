@@ -33,6 +33,7 @@ from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
 from engine.scheduler.load_bills import LoadBills
+from engine.scheduler.turns import Leaving
 from engine.step import StepAdapter
 
 logger = logging.getLogger(__name__)
@@ -161,12 +162,12 @@ class AdapterGate:
             self._bills.begin(digest, tenant)
             self._tiers.want(digest)
 
-    def is_open(self, digest: bytes, tenant: str, leaving: Callable[[], Mapping[bytes, int]]) -> bool:
+    def is_open(self, digest: bytes, tenant: str, leaving: Callable[[], Mapping[bytes, Leaving]]) -> bool:
         """Whether a sequence of this adapter may start now. If not, sees to it that one will.
 
         Args:
             tenant: whose sequence it is; it is charged for what it takes to bring the adapter.
-            leaving: gives, by adapter, after how many steps its running sequences can have left it.
+            leaving: gives, by adapter, how its running sequences can leave it.
         """
         if not digest:
             return True
@@ -367,12 +368,12 @@ class AdapterGate:
 
     # ---- claims -------------------------------------------------------------------------------------
 
-    def _make_claim(self, digest: bytes, copy: HostCopy, leaving: Mapping[bytes, int]) -> _Claim:
+    def _make_claim(self, digest: bytes, copy: HostCopy, leaving: Mapping[bytes, Leaving]) -> _Claim:
         """Chooses victims: what nobody uses, then of the adapters in use those that can leave soonest,
         until their room suffices."""
         pages, ends = self._pages.lacking(copy)
         victims = self._pages.evictable(copy)
-        for victim in sorted(leaving, key=lambda other: leaving[other]):
+        for victim in sorted(leaving, key=lambda other: leaving[other].rank):
             if pages <= 0 and ends <= 0:
                 break
             room = self._pages.room_of(victim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from engine.outputs import Outputs
@@ -13,6 +14,9 @@ from engine.scheduler.roster import Roster
 from engine.scheduler.waiting import WaitingQueue
 from engine.sequence import FinishReason, Request, Sequence, Status
 from engine.step import RowResult
+
+BACK_SECONDS = 10.0
+"""For how long a tenant that has gone is reckoned among those who are here."""
 
 
 class Lives:
@@ -46,11 +50,20 @@ class Lives:
         self._counters = counters
         self._bounds = bounds
         self._clock = clock
+        self._left_last = ("", -math.inf)  # the last tenant of which nothing was left, and when
 
     @property
     def num_seats(self) -> int:
         """Running sequences, and those that will run without another admission."""
         return sum(1 + len(seq.siblings) for seq in self.running)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several tenants; one that was here a while ago is reckoned to come again."""
+        tenants = self.roster.tenants()
+        tenant, left_at = self._left_last
+        is_back_soon = tenant not in tenants and self._clock() - left_at < BACK_SECONDS
+        return len(tenants) + is_back_soon > 1
 
     def check(self) -> None:
         """Asserts that everyone is in the one place that its status says."""
@@ -104,7 +117,9 @@ class Lives:
         seq.tokens.append(token)
         self.outputs.token(seq, token, outcome.logprobs)
         self._counters.charge_output(request.tenant)
-        if token in request.stop_token_ids:
+        if seq.constraint is not None:
+            seq.constraint.take(token)
+        if token in request.stop_token_ids or (seq.constraint is not None and seq.constraint.is_complete):
             self.end(seq, FinishReason.STOP)
         elif len(seq.tokens) >= request.max_len:
             self.end(seq, FinishReason.LENGTH)
@@ -138,10 +153,16 @@ class Lives:
         self._stop_running(seq)
         self._wait_again(seq, "makes room")
 
-    def yield_pages(self, seq: Sequence) -> None:
-        """Takes everything from a running sequence and puts it behind those of its tenant that wait."""
+    def yield_pages(self, seq: Sequence, claimant: str) -> None:
+        """Takes everything from a running sequence, whose adapter makes room for one of a tenant.
+
+        For its own tenant it goes behind those that wait, whose turn it is then. Another tenant's claim does
+        not change the order within its own: it goes to the front.
+        """
+        own = seq.request.tenant == claimant
         self._stop_running(seq)
-        self._wait_again(seq, "yields", order=(1, seq.request.priority, self.roster.take_ticket()))
+        order = (1, seq.request.priority, self.roster.take_ticket()) if own else None
+        self._wait_again(seq, "yields", order=order)
 
     def _wait_again(self, seq: Sequence, why: str, *, order: tuple[int, int, int] | None = None) -> None:
         """Queues a sequence once more: at the front of its tenant's, unless the order says where."""
@@ -173,6 +194,8 @@ class Lives:
             self._detach(seq)
         seq.set_status(Status.FINISHED, reason.name)
         self.roster.strike(seq)
+        if not self.roster.num_of_tenant(seq.request.tenant):
+            self._left_last = (seq.request.tenant, self._clock())
         self.outputs.finished(seq.request, seq.choice, reason, error)
         if seq.siblings:
             heir, *others = seq.siblings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 from engine.sequence import Request, Sequence
@@ -50,6 +50,10 @@ class Roster:
     def num_of_tenant(self, tenant: str) -> int:
         """How many sequences of the tenant have not ended."""
         return self._num_of_tenant[tenant]
+
+    def tenants(self) -> Collection[str]:
+        """The tenants with a sequence that has not ended."""
+        return self._num_of_tenant.keys()
 
     def enlist(self, request: Request) -> list[Sequence]:
         """Makes the sequences of a request, one for each choice, with ids never used before."""

@@ -34,4 +34,5 @@ def make_row(seq: Sequence, count: int) -> StepRow:
         request.prompt if penalized else (),
         tokens[seq.num_prompt :] if penalized else (),
         request.banned_before_min if seq.num_output + seq.num_unseen < request.min_tokens else (),
+        seq.constraint,
     )

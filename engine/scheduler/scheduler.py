@@ -24,6 +24,10 @@ from engine.scheduler.turns import Turns
 from engine.sequence import FinishReason, Request, Sequence, Status
 from engine.step import StepPlan, StepResult, StepRow
 
+SHARED_STEP_PART = 24
+"""With several tenants here, a step has at most this part of its budget for prompts."""
+SHORT_STEPS = 4
+"""Steps without prompts of others, while one waits for its adapter of whose tenant nothing runs."""
 UNKNOWN_TOKEN = "the request has a token that neither the model nor the adapter has"
 
 
@@ -52,8 +56,14 @@ class _Step:
     """A plan in the making."""
 
     budget: int
+    chunk_budget: int
+    """Of the budget: tokens of prompts, but for those of tenants of which nothing ran."""
     rows: list[StepRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def room(self, *, is_newcomer: bool) -> int:
+        """How many tokens of a prompt it may still have; none if not above 0."""
+        return self.budget if is_newcomer else min(self.budget, self.chunk_budget)
 
 
 class Scheduler:
@@ -86,6 +96,7 @@ class Scheduler:
         self._running = self._lives.running
         self._waiting = self._lives.waiting
         self._roster = self._lives.roster
+        self._num_awaiting = 0  # steps since there has been a tenant next of which nothing runs
         self._turns = Turns(self._running, self._counters, is_cached=pool.has_prefix_cache)
 
     # ---- what others ask ---------------------------------------------------------------------------
@@ -169,8 +180,10 @@ class Scheduler:
         self._gate.begin_step(self._waiting.count, idle=not self._running)
         self._lives.end_failed_adapters()
         self._make_room()
-        step = _Step(self._limits.max_num_batched_tokens)
+        budget = self._limits.max_num_batched_tokens
+        step = _Step(budget, chunk_budget=budget)
         all_fit = self._plan_decodes(step)
+        step.chunk_budget = self._chunk_budget(num_decodes=len(step.rows))
         self._plan_prompts(step, admits=all_fit)
         self._lives.end_failed_adapters()
         for tenant, tokens in self._gate.take_bills():
@@ -216,6 +229,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Lets sequences whose turn is over yield what others wait for: pages, seats, and blocks."""
         newcomer = self._newcomer()
+        self._num_awaiting = 0 if newcomer is None else self._num_awaiting + 1
         if self._yield_pages():
             self._gate.take_room(self._waiting.count, idle=not self._running)
         if newcomer is not None and self._is_open(newcomer):
@@ -238,9 +252,7 @@ class Scheduler:
 
     def _is_open(self, seq: Sequence) -> bool:
         tenant = seq.request.tenant
-        return self._gate.is_open(
-            seq.request.adapter_digest, tenant, partial(self._turns.steps_to_leave, tenant)
-        )
+        return self._gate.is_open(seq.request.adapter_digest, tenant, partial(self._turns.leaving, tenant))
 
     def _yield_pages(self) -> bool:
         """Lets sequences make room for the adapter that claims their pages. Returns whether any has."""
@@ -251,12 +263,12 @@ class Scheduler:
         claimant = self._waiting.least_served(digest)
         if claimant is None:
             return False
-        leaving = self._turns.steps_to_leave(claimant)
-        ready = sorted(victim for victim in victims if leaving.get(victim, 1) <= 0)
+        leaving = self._turns.leaving(claimant)
+        ready = sorted(victim for victim in victims if victim in leaving and leaving[victim].steps <= 0)
         for victim in ready:
             self._gate.note_yield()
             for seq in [seq for seq in self._running if seq.request.adapter_digest == victim]:
-                self._lives.yield_pages(seq)
+                self._lives.yield_pages(seq, claimant)
         return bool(ready)
 
     def _yield_room(self, newcomer: Sequence) -> None:
@@ -275,7 +287,7 @@ class Scheduler:
         while index < len(running):
             seq = running[index]
             length = len(seq.tokens) + seq.num_unseen
-            if length - seq.num_computed == 1 and length < seq.request.max_len:
+            if length - seq.num_computed == 1 and length < seq.request.max_len and not seq.must_be_read:
                 if not self._tables.prepare_write(seq, step.copies):
                     self._lives.preempt(running[-1])
                     all_fit = False
@@ -294,10 +306,11 @@ class Scheduler:
         if admits and step.budget > 0:
             seats = self._limits.max_num_seqs - self._lives.num_seats
             for seq in self._waiting.fair_order():
-                rank = self._counters.account(seq.request.tenant).rank
-                while chunks and self._counters.account(chunks[-1].request.tenant).rank <= rank:
+                account = self._counters.account(seq.request.tenant)
+                while chunks and self._counters.account(chunks[-1].request.tenant).rank <= account.rank:
                     self._plan_chunk(step, chunks.pop())
-                if step.budget <= 0:
+                is_newcomer = not account.num_running
+                if step.room(is_newcomer=is_newcomer) <= 0:
                     break
                 # Asked even when no seat is free, so that an adapter is fetched while its sequence waits.
                 if not self._may_start(seq):
@@ -308,7 +321,7 @@ class Scheduler:
                     break
                 seats -= 1 + len(seq.siblings)
                 self._lives.start(seq)
-                self._plan_chunk(step, seq)
+                self._plan_chunk(step, seq, is_newcomer=is_newcomer)
         while chunks:
             self._plan_chunk(step, chunks.pop())
 
@@ -317,13 +330,18 @@ class Scheduler:
         if len(step.rows) == len(self._running):
             return []
         planned = {row.seq_id for row in step.rows}
-        chunks = [seq for seq in self._running if seq.seq_id not in planned and not seq.is_ending]
+        chunks = [
+            seq
+            for seq in self._running
+            if seq.seq_id not in planned and not (seq.is_ending or seq.must_be_read)
+        ]
         chunks.sort(key=lambda seq: self._counters.account(seq.request.tenant).rank)
         return chunks[::-1]
 
     def _may_start(self, seq: Sequence) -> bool:
         """Whether a waiting sequence lacks a seat and blocks at most. Ends one that could never run."""
-        if seq.seq_id in self._lives.stepped_back:  # a step under way may have a row of it
+        # A step under way may have a row of it.
+        if seq.seq_id in self._lives.stepped_back or seq.must_be_read:
             return False
         if not self._is_open(seq):
             return False
@@ -332,9 +350,26 @@ class Scheduler:
             return False
         return True
 
-    def _plan_chunk(self, step: _Step, seq: Sequence) -> None:
-        if step.budget > 0:
-            self._plan_row(step, seq, min(seq.num_missing, step.budget))
+    def _chunk_budget(self, *, num_decodes: int) -> int:
+        """How many tokens of prompts a step may have.
+
+        Whoever comes waits for the step under way. So with several tenants here steps are kept short, and
+        unless most sequences wait for prompts: that would cost throughput. And for a few steps after one has
+        come of which nothing runs, they have no prompts of others.
+        """
+        most = self._limits.max_num_batched_tokens
+        could_run = min(self._limits.max_num_seqs, len(self._roster))
+        if num_decodes and 0 < self._num_awaiting <= SHORT_STEPS:
+            return 0
+        if self._lives.is_shared and 2 * num_decodes >= could_run:
+            return max(1, most // SHARED_STEP_PART)
+        return most
+
+    def _plan_chunk(self, step: _Step, seq: Sequence, *, is_newcomer: bool = False) -> None:
+        count = min(seq.num_missing, step.room(is_newcomer=is_newcomer))
+        if count > 0:
+            step.chunk_budget -= count
+            self._plan_row(step, seq, count)
 
     def _plan_row(self, step: _Step, seq: Sequence, count: int) -> None:
         """Adds the next tokens of a sequence to the step, and charges them."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from engine.scheduler.fairness import Account, VirtualTokenCounters
 from engine.sequence import Sequence
@@ -28,6 +29,8 @@ TOKENS_PER_CACHED = 1 / 16
 """How many it also generates for each token of its context that is probably cached."""
 TOKENS_PER_RECOMPUTED = 4
 """How many for each that would be computed again."""
+YIELD_STEPS = LEAST_TURN // 2
+"""A claim waits for so many steps more rather than have somebody yield: coming back costs about that."""
 
 
 def left_of_turn(seq: Sequence, *, is_cached: bool) -> int:
@@ -35,6 +38,21 @@ def left_of_turn(seq: Sequence, *, is_cached: bool) -> int:
     share = TOKENS_PER_CACHED if is_cached else TOKENS_PER_RECOMPUTED
     turn = max(LEAST_TURN, int(seq.num_computed * share))
     return turn - (len(seq.tokens) + seq.num_unseen - seq.num_at_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """After how many steps an adapter's running sequences can have left it, given a row in each; not above 0:
+    now. ``yields``: one of them would have to yield for that.
+    """
+
+    steps: int
+    yields: bool
+
+    @property
+    def rank(self) -> int:
+        """Which of several is the best to take: to spare a yield is worth some steps."""
+        return max(0, self.steps) + YIELD_STEPS if self.yields else self.steps
 
 
 class Turns:
@@ -50,25 +68,25 @@ class Turns:
         self._counters = counters
         self._is_cached = is_cached
 
-    def steps_to_leave(self, claimant: str) -> dict[bytes, int]:
-        """By adapter, after how many steps all its running sequences can have left it to a tenant, given a
-        row in each: by yielding after their turn, or by coming to their end.
-        """
-        steps: dict[bytes, int] = {}
+    def leaving(self, claimant: str) -> dict[bytes, Leaving]:
+        """By adapter, how its running sequences can leave it to a tenant: by yielding, or at their end."""
+        leaving: dict[bytes, Leaving] = {}
         claiming = self._counters.account(claimant)
         users = Counter((seq.request.adapter_digest, seq.request.tenant) for seq in self._running)
         for seq in self._running:
             digest, tenant = seq.request.adapter_digest, seq.request.tenant
             if not digest:
                 continue
-            left = seq.request.max_len - seq.num_computed
+            at_end = left = seq.request.max_len - seq.num_computed
             account = self._counters.account(tenant)
             if account.served >= claiming.served:
                 left = min(left, left_of_turn(seq, is_cached=self._is_cached))
                 if claiming.num_running == 0 and account.num_running > users[digest, tenant]:
                     left = min(left, 0)
-            steps[digest] = max(steps.get(digest, left), left)
-        return steps
+            own = Leaving(left, yields=left < at_end)
+            last = leaving.get(digest, own)
+            leaving[digest] = Leaving(max(last.steps, own.steps), last.yields or own.yields)
+        return leaving
 
     def who_yields(self, newcomer: str, seats: int, blocks: int) -> list[Sequence]:
         """The sequences that make room for a tenant of which nothing runs; none if they would not suffice.
