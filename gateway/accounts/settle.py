@@ -11,7 +11,7 @@ count it, change together or not at all.
 
 Records of a writer are numbered and come in order. So a batch whose answer was lost is sent again, and what
 had been applied is passed over. Who else may settle a request, a reaper, leaves a mark with what it wrote;
-should the writer turn out to live, or its journal turn up, the truth takes that entry's place.
+should the writer turn out to live, or its journal turn up, that entry is taken back.
 """
 
 from __future__ import annotations
@@ -107,9 +107,23 @@ _APPLY = (
 local root, writer, lease_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local now = now_ms()
 
+-- Whether the request has an entry by its own writer. What a reaper wrote for it is taken back: the writer
+-- lives, or its journal has turned up.
+local function has_entry(id)
+    local closed = root .. ':closed:' .. id
+    local mark = redis.call('GET', closed)
+    if not mark or mark == 'settled' then return mark end
+    local reaped = cjson.decode(mark)
+    redis.call('XDEL', root .. ':ledger', reaped.message)
+    count(root, reaped.entry, -1)
+    add_to_month(root, reaped.month, -tokens_of(reaped.entry))
+    redis.call('DEL', closed)
+    return false
+end
+
 local function note_progress(entry, text)
     local id = entry[ID]
-    if redis.call('EXISTS', root .. ':closed:' .. id) == 1 then return end
+    if has_entry(id) then return end
     local open = open_of(root, id)
     if not open then
         redis.call('HSET', root .. ':open', id, '{}')
@@ -119,25 +133,12 @@ local function note_progress(entry, text)
     redis.call('HSET', root .. ':progress', id, text)
 end
 
--- A reaper took the request for lost; its entry and what that counted are taken back.
-local function replace(entry, reaped)
-    redis.call('XDEL', root .. ':ledger', reaped.message)
-    count(root, reaped.entry, -1)
-    append(root, entry)
-    add_to_month(root, reaped.month, tokens_of(entry) - tokens_of(reaped.entry))
-end
-
 local function settle(entry)
-    local closed = root .. ':closed:' .. entry[ID]
-    local mark = redis.call('GET', closed)
-    if mark == 'settled' then return end
-    if mark then
-        replace(entry, cjson.decode(mark))
-    else
-        finish(root, entry, open_of(root, entry[ID]))
-        append(root, entry)
-    end
-    redis.call('SET', closed, 'settled', 'EX', SETTLED_S)
+    local id = entry[ID]
+    if has_entry(id) then return end
+    finish(root, entry, open_of(root, id))
+    append(root, entry)
+    redis.call('SET', root .. ':closed:' .. id, 'settled', 'EX', SETTLED_S)
 end
 
 local last = tonumber(string.match(redis.call('HGET', root .. ':written', writer) or '0', '^%d+'))

@@ -122,18 +122,7 @@ class LedgerWriter:
     async def _run(self) -> None:
         while not (self._closing and (self._idle.is_set() or self._retry_at is not None)):
             await self._wait()
-            if self._retry_at is not None:
-                due = time.monotonic() >= self._retry_at
-                if due or not self._disk_fails:
-                    await self._store()
-                if not due:
-                    continue
-            try:
-                await self._catch_up()
-            except (RedisError, OSError) as error:
-                self._went_away(error)
-            else:
-                self._returned()
+            await self._step()
 
     async def _wait(self) -> None:
         """Returns when there are new records, some of them if they may wait, or when a retry is due."""
@@ -145,6 +134,21 @@ class LedgerWriter:
                 await _set(self._urgent, _GATHER_S)
         self._news.clear()
         self._urgent.clear()
+
+    async def _step(self) -> None:
+        """Brings all there is to Redis; while that is away, to the disk."""
+        if self._retry_at is not None:
+            due = time.monotonic() >= self._retry_at
+            if due or not self._disk_fails:
+                await self._store()
+            if not due:
+                return
+        try:
+            await self._catch_up()
+        except (RedisError, OSError) as error:
+            self._went_away(error)
+        else:
+            self._returned()
 
     async def _catch_up(self) -> None:
         """Sends all there is, what waits on the disk first. Raises RedisError and OSError."""
