@@ -6,6 +6,9 @@ is lost, or silent for longer than a heartbeat allows, everything cached so far 
 is then believed for half a second only; so a revoked key stops within a second either way. When Redis cannot
 be reached at all, a known key goes on for `auth_grace_s`, and an unknown one gets 503: neither yes nor no can
 be said of it.
+
+Ids that Redis does not know are remembered as well, for seconds, and look-ups that meet share a round trip:
+whoever sends made-up keys costs Redis little. `gateway/failed_logins.py` slows down the answers.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import SecretStr
@@ -26,9 +30,11 @@ from redis.exceptions import RedisError
 
 from gateway import tasks
 from gateway.errors import ApiError
+from gateway.failed_logins import FailedLogins
+from gateway.key_lookup import KeyLookup
 from gateway.keys import NO_TENANT, OPERATOR_ID, KeyRecord, Keys, digest_of, id_of
 from gateway.limits import NO_LIMITS, NO_RATES, RateLimits, TenantLimits
-from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenant, Tenants
+from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +44,11 @@ _MAX_AGE_WITHOUT_PUSH_S = 0.4
 _LOOKUP_TIMEOUT_S = 1.0
 _RETRY_S = 0.25
 _MAX_ENTRIES = 20_000
+_MAX_UNKNOWN = 20_000
+_UNKNOWN_CACHE_S = 5.0
+
+
+_Known = TypeVar("_Known")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class Principal:
     limits: TenantLimits = NO_LIMITS
     key_limits: RateLimits = NO_RATES
     adapter_limits: Mapping[str, RateLimits] = field(default_factory=dict)
-    """Rates of single adapters, by their names in the tenant's name space."""
+    """Rates of single adapters, as the tenant names them: `sql`, and `acme/sql` for a granted one."""
     base_models: frozenset[str] | None = None
     """The base models that the tenant may use; None for all."""
 
@@ -75,20 +86,19 @@ class Authenticator:
     def __init__(
         self,
         redis: Redis,
-        tenants: Tenants,
-        keys: Keys,
         *,
         operator_key: SecretStr | None,
         cache_s: float,
         grace_s: float,
     ) -> None:
         self._redis = redis
-        self._tenants = tenants
-        self._keys = keys
+        self._key_lookup = KeyLookup(redis)
         self._operator_digest = digest_of(operator_key.get_secret_value()) if operator_key else None
         self._cache_s = cache_s
         self._grace_s = grace_s
+        self._failures = FailedLogins()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._unknown: OrderedDict[str, float] = OrderedDict()  # ids that Redis had not, by when it was asked
         self._changes = 0  # counts what was pushed, so that a look-up that a change overtook is not kept
         self._pushed_since: float | None = None  # None while the push is lost
         self._redis_failed_at = float("-inf")
@@ -103,22 +113,23 @@ class Authenticator:
         if self._follower:
             await tasks.cancel(self._follower)
 
-    async def authenticate(self, header: str | None) -> Principal:
-        """Returns whose key the header holds.
+    async def authenticate(self, header: str | None, address: str = "") -> Principal:
+        """Returns whose key the header holds; `address` is where it comes from.
 
         Raises ApiError: 401 for a key that is absent, malformed, unknown, revoked or expired, with the same
-        answer for all but an absent or an expired one; 403 when the tenant is suspended; 503 for a key not
-        seen before while Redis is away.
+        answer for all but an absent or an expired one, and later the more wrong keys came from the address;
+        429 beyond that; 403 when the tenant is suspended; 503 for a key not seen before while Redis is away.
         """
         key = _bearer(header)
         digest = digest_of(key)
         if self._operator_digest and hmac.compare_digest(self._operator_digest, digest):
             return _OPERATOR
         key_id = id_of(key)
-        if key_id is None or (key_id == OPERATOR_ID and self._operator_digest):
-            raise _unauthorized()
-        entry = await self._find(key_id)
+        entry = None
+        if key_id is not None and not (key_id == OPERATOR_ID and self._operator_digest):
+            entry = await self._find(key_id)
         if entry is None or not hmac.compare_digest(entry.record.digest, digest):
+            await self._failures.penalise(address)
             raise _unauthorized()
         if entry.record.expires and time.time() >= entry.record.expires:
             raise _unauthorized("This API key has expired. Ask your operator for a new one.")
@@ -135,8 +146,10 @@ class Authenticator:
         """Returns what is known of a key: from memory while that may be believed, else from Redis."""
         entry = self._entries.get(key_id)
         now = time.monotonic()
-        if entry and self._fresh(entry, now):
+        if entry and self._fresh(entry.checked_at, now, self._cache_s):
             return entry
+        if key_id in self._unknown and self._fresh(self._unknown[key_id], now, _UNKNOWN_CACHE_S):
+            return None
         may_wait = entry is not None and now - entry.checked_at < self._grace_s
         if may_wait and now - self._redis_failed_at < _RETRY_S:
             return entry
@@ -155,31 +168,25 @@ class Authenticator:
                 headers={"Retry-After": "1"},
             ) from error
 
-    def _fresh(self, entry: _Entry, now: float) -> bool:
+    def _fresh(self, checked_at: float, now: float, cache_s: float) -> bool:
+        """Whether what Redis said then may be believed now."""
         if self._pushed_since is None:
-            return now - entry.checked_at < _MAX_AGE_WITHOUT_PUSH_S
-        return entry.checked_at >= self._pushed_since and now - entry.checked_at < self._cache_s
+            return now - checked_at < _MAX_AGE_WITHOUT_PUSH_S
+        return checked_at >= self._pushed_since and now - checked_at < cache_s
 
     async def _look_up(self, key_id: str) -> _Entry | None:
         changes, checked_at = self._changes, time.monotonic()
-        record = await self._keys.get(key_id)
-        entry = await self._entry_of(record, checked_at) if record else None
+        found = await self._key_lookup(key_id)
+        entry = _entry_of(*found, checked_at) if found else None
         if entry is None:
             self._entries.pop(key_id, None)
-        elif changes == self._changes:
-            self._entries[key_id] = entry
-            self._entries.move_to_end(key_id)
-            if len(self._entries) > _MAX_ENTRIES:
-                self._entries.popitem(last=False)
+        if changes != self._changes:  # what was read may be older than what was pushed meanwhile
+            return entry
+        if entry is None:
+            _remember(self._unknown, key_id, checked_at, _MAX_UNKNOWN)
+        else:
+            _remember(self._entries, key_id, entry, _MAX_ENTRIES)
         return entry
-
-    async def _entry_of(self, record: KeyRecord, checked_at: float) -> _Entry | None:
-        if record.tenant_id == NO_TENANT:
-            return _Entry(record, _OPERATOR, suspended=False, checked_at=checked_at)
-        tenant = await self._tenants.get(record.tenant_id)
-        if tenant is None:
-            return None
-        return _Entry(record, _principal(record, tenant), tenant.suspended, checked_at)
 
     async def _follow(self) -> None:
         """Listens to Redis' push for ever, and begins anew when it is lost."""
@@ -219,6 +226,7 @@ class Authenticator:
         self._changes += 1
         if kind == "key":
             self._entries.pop(name, None)
+            self._unknown.pop(name, None)
         elif kind == "tenant":
             for key_id in [i for i, entry in self._entries.items() if entry.principal.tenant_id == name]:
                 del self._entries[key_id]
@@ -239,7 +247,8 @@ class Requirement:
     async def __call__(self, request: Request) -> Principal:
         """Returns the caller. Raises ApiError as `authenticate` does, and 403."""
         authenticator: Authenticator = request.app.state.services.authenticator
-        principal = await authenticator.authenticate(request.headers.get("authorization"))
+        header = request.headers.get("authorization")
+        principal = await authenticator.authenticate(header, address_of(request))
         request.state.caller = principal
         if self.scope not in principal.scopes:
             message = f"This API key has no scope '{self.scope}'."
@@ -260,8 +269,13 @@ def require(scope: str) -> Requirement:
 _OPERATOR = Principal(NO_TENANT, OPERATOR_ID, frozenset({"admin"}), PrefixSharing.PRIVATE, 1.0)
 
 
-def _principal(record: KeyRecord, tenant: Tenant) -> Principal:
-    return Principal(
+def _entry_of(record: KeyRecord, tenant: Tenant | None, checked_at: float) -> _Entry | None:
+    """What is known of a key; None where its tenant is gone."""
+    if record.tenant_id == NO_TENANT:
+        return _Entry(record, _OPERATOR, suspended=False, checked_at=checked_at)
+    if tenant is None:
+        return None
+    principal = Principal(
         tenant_id=tenant.id,
         key_id=record.id,
         scopes=record.scopes,
@@ -272,6 +286,15 @@ def _principal(record: KeyRecord, tenant: Tenant) -> Principal:
         adapter_limits=tenant.adapter_limits,
         base_models=tenant.base_models,
     )
+    return _Entry(record, principal, tenant.suspended, checked_at)
+
+
+def _remember(known: OrderedDict[str, _Known], key_id: str, value: _Known, most: int) -> None:
+    """Keeps a value as the newest, and forgets the oldest of more than `most`."""
+    known[key_id] = value
+    known.move_to_end(key_id)
+    if len(known) > most:
+        known.popitem(last=False)
 
 
 def _bearer(header: str | None) -> str:

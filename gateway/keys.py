@@ -147,7 +147,7 @@ class Keys:
         record, key = _new(secrets.token_hex(6), terms)
         entry = Change("key.create", tenant_id, record.id, {}, describe(record)).to_entry(by)
         made = await self._create(
-            keys=[tenant_key(tenant_id), _set_key(tenant_id), _document_key(record.id), AUDIT_STREAM],
+            keys=[tenant_key(tenant_id), _set_key(tenant_id), document_key(record.id), AUDIT_STREAM],
             args=[record.id, AUTH_CHANNEL, entry, *_to_fields(record)],
         )
         if not made:
@@ -159,19 +159,19 @@ class Keys:
         terms = _Terms(NO_TENANT, frozenset({"admin"}), None, "made at first start", NO_RATES)
         record, key = _new(OPERATOR_ID, terms)
         entry = Change("key.create", NO_TENANT, record.id, {}, describe(record)).to_entry(GATEWAY)
-        redis_keys = [_document_key(OPERATOR_ID), AUDIT_STREAM]
+        redis_keys = [document_key(OPERATOR_ID), AUDIT_STREAM]
         return (
             key if await self._create_operator(keys=redis_keys, args=[entry, *_to_fields(record)]) else None
         )
 
     async def get(self, key_id: str) -> KeyRecord | None:
         """Returns the record of a key, expired ones too, or None when there is none of this id."""
-        document = await read_document(self._redis, _document_key(key_id))
+        document = await read_document(self._redis, document_key(key_id))
         return from_document(key_id, document) if document else None
 
     async def of_tenant(self, tenant_id: str) -> list[KeyRecord]:
         """Returns the records of a tenant's keys, oldest first."""
-        documents = await read_documents(self._redis, _set_key(tenant_id), _document_key)
+        documents = await read_documents(self._redis, _set_key(tenant_id), document_key)
         found = [from_document(key_id, document) for key_id, document in documents.items()]
         return sorted(found, key=lambda record: (record.created, record.id))
 
@@ -184,7 +184,7 @@ class Keys:
         only showing. Raises NoSuchKey and KeyExpired.
         """
         while True:
-            document = await read_document(self._redis, _document_key(key_id))
+            document = await read_document(self._redis, document_key(key_id))
             if not document or document["tenant"] != tenant_id:
                 raise NoSuchKey(key_id)
             old = from_document(key_id, document)
@@ -197,7 +197,7 @@ class Keys:
             stops = min(now + grace_s, old.expires or now + grace_s) if grace_s else 0
             after = {**describe(old), "expires": stops or now, "replaced_by": record.id}
             entry = Change("key.rotate", tenant_id, key_id, describe(old), after).to_entry(by)
-            redis_keys = [_set_key(tenant_id), _document_key(key_id), _document_key(record.id), AUDIT_STREAM]
+            redis_keys = [_set_key(tenant_id), document_key(key_id), document_key(record.id), AUDIT_STREAM]
             args = [key_id, record.id, stops, AUTH_CHANNEL, entry, json.dumps(document), *_to_fields(record)]
             if await self._rotate(keys=redis_keys, args=args):
                 return record, key
@@ -208,7 +208,7 @@ class Keys:
         if record is None:
             return False
         entry = Change("key.revoke", tenant_id, key_id, describe(record), {}).to_entry(by)
-        redis_keys = [_set_key(tenant_id), _document_key(key_id), AUDIT_STREAM]
+        redis_keys = [_set_key(tenant_id), document_key(key_id), AUDIT_STREAM]
         return bool(await self._revoke(keys=redis_keys, args=[key_id, tenant_id, AUTH_CHANNEL, entry]))
 
 
@@ -249,7 +249,8 @@ def _new(key_id: str, terms: _Terms) -> tuple[KeyRecord, str]:
     return record, key
 
 
-def _document_key(key_id: str) -> str:
+def document_key(key_id: str) -> str:
+    """The Redis key of a key's document."""
     return f"loraplex:key:{key_id}"
 
 

@@ -81,8 +81,6 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         tenants, keys = Tenants(redis), Keys(redis)
         authenticator = Authenticator(
             redis,
-            tenants,
-            keys,
             operator_key=settings.operator_key,
             cache_s=settings.auth_cache_s,
             grace_s=settings.auth_grace_s,

@@ -312,7 +312,7 @@ async def read_document(redis: Redis, key: str) -> dict[str, str]:
 
 async def read_documents(redis: Redis, index: str, key_of: Callable[[str], str]) -> dict[str, dict[str, str]]:
     """Returns the hash of each member of a set, by member, without those deleted meanwhile."""
-    members = sorted(_text(member) for member in await redis.smembers(index))
+    members = sorted(text(member) for member in await redis.smembers(index))
     async with redis.pipeline(transaction=False) as pipe:
         for member in members:
             pipe.hgetall(key_of(member))
@@ -322,8 +322,9 @@ async def read_documents(redis: Redis, index: str, key_of: Callable[[str], str])
 
 
 def _decoded(document: Mapping[bytes | str, bytes | str]) -> dict[str, str]:
-    return {_text(key): _text(value) for key, value in document.items()}
+    return {text(key): text(value) for key, value in document.items()}
 
 
-def _text(value: bytes | str) -> str:
+def text(value: bytes | str) -> str:
+    """Replies are text or bytes, as the client was made."""
     return value.decode() if isinstance(value, bytes) else value

@@ -173,8 +173,6 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
     tenants, keys = Tenants(redis), Keys(redis)
     authenticator = Authenticator(
         redis,
-        tenants,
-        keys,
         operator_key=config.operator_key,
         cache_s=config.auth_cache_s,
         grace_s=config.auth_grace_s,

@@ -28,9 +28,7 @@ class Door:
         self.tenants = Tenants(redis)
         self.keys = Keys(redis)
         secret = SecretStr(operator_key) if operator_key else None
-        self.authenticator = Authenticator(
-            redis, self.tenants, self.keys, operator_key=secret, cache_s=cache_s, grace_s=grace_s
-        )
+        self.authenticator = Authenticator(redis, operator_key=secret, cache_s=cache_s, grace_s=grace_s)
 
     async def status(self, key: str) -> int:
         """200, or the status of the refusal."""
