@@ -5,6 +5,7 @@ Names and sizes are checked as they arrive, and a fault ends the upload at once.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from adapters.adapter_files import (
 from adapters.errors import InvalidAdapter
 from gateway.errors import ApiError, invalid_request
 from gateway.incoming_files import FileWriter, IncomingFile
+
+MAX_PAUSE_S = 60.0
+"""How long an upload may send nothing."""
 
 _MAX_FIELD_BYTES = 1024
 _FIELDS = frozenset({"name", "allow_zero", "promote"})
@@ -62,12 +66,26 @@ async def receive_upload(
     except FormParserError as error:
         raise _bad_form(f"The form's boundary cannot be used: {error}.") from None
     try:
-        async for chunk in chunks:
+        async for chunk in _steady(chunks):
             receiver.feed(chunk)
             await receiver.writer.pace()
         return await receiver.finish()
     finally:
         await receiver.close()
+
+
+async def _steady(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks. Raises ApiError 408 when the next one does not come."""
+    while True:
+        try:
+            async with asyncio.timeout(MAX_PAUSE_S):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            message = f"Nothing of the upload has come for {MAX_PAUSE_S:g} seconds: it was given up."
+            raise ApiError(408, message, type="invalid_request_error", code="upload_timeout") from None
+        if chunk is None:
+            return
+        yield chunk
 
 
 class _Receiver:

@@ -26,7 +26,13 @@ router = APIRouter(tags=["inference"])
 
 
 @router.post("/v1/chat/completions")
-@described(ChatCompletion, media={EVENTS: ChatCompletionChunk}, body=ChatRequest, errors=ENGINE_ERRORS)
+@described(
+    ChatCompletion,
+    media={EVENTS: ChatCompletionChunk},
+    body=ChatRequest,
+    errors=ENGINE_ERRORS,
+    headers=("X-Request-Timeout",),
+)
 async def create_chat_completion(
     request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> Response:

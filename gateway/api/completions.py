@@ -25,7 +25,13 @@ router = APIRouter(tags=["inference"])
 
 
 @router.post("/v1/completions")
-@described(TextCompletion, media={EVENTS: TextCompletionChunk}, body=CompletionRequest, errors=ENGINE_ERRORS)
+@described(
+    TextCompletion,
+    media={EVENTS: TextCompletionChunk},
+    body=CompletionRequest,
+    errors=ENGINE_ERRORS,
+    headers=("X-Request-Timeout",),
+)
 async def create_completion(
     request: Request, caller: Annotated[Principal, Depends(require("inference"))]
 ) -> Response:

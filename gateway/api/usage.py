@@ -171,4 +171,5 @@ def _time_text(ms: int) -> str:
 
 
 def _ms(time: datetime | None) -> int | None:
-    return None if time is None else max(0, round(time.timestamp() * 1000))
+    """Times before 1970 are as good as its first millisecond; before that, Redis has no id to name."""
+    return None if time is None else max(1, round(time.timestamp() * 1000))

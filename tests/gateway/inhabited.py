@@ -1,4 +1,4 @@
-"""A stack in which everything that a path can name is there: tenants, keys, adapters, an upload that is open."""
+"""A stack in which all that a path can name is there: tenants, keys, adapters, an upload that is open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.gateway.control_plane import config_json, safetensors, tensor_shapes
 from tests.gateway.local_stack import LocalStack
 
 OPERATOR_KEY = "an operator's key of the test's own"
+OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 TENANT, OTHER_TENANT, ADAPTER = "acme", "globex", "sql"
 
 
@@ -36,22 +37,19 @@ class Inhabitants:
     def settle(self) -> None:
         """Sees to it that all of it is there."""
         with httpx.Client(base_url=self.stack.url, timeout=30) as client:
-            operator = {"authorization": f"Bearer {OPERATOR_KEY}"}
             for tenant in (TENANT, OTHER_TENANT):
-                client.post("/admin/tenants", json={"id": tenant, "name": tenant}, headers=operator)
-                client.patch(f"/admin/tenants/{tenant}", json={"suspended": False}, headers=operator)
-            if not self._works(client):
-                self.key = self._new_key(client, operator)["key"]
-            self.spare_key_id = self._new_key(client, operator)["id"]
+                self._settle_tenant(client, tenant)
             own = {"authorization": f"Bearer {self.key}"}
-            if client.get(f"/v1/adapters/{ADAPTER}@1", headers=own).status_code != 200:
-                client.delete(f"/v1/adapters/{ADAPTER}", headers=own)
-                for seed in (1, 2):
-                    form = {"files": list(adapter_files(seed).items())}
-                    parts = [("files", item) for item in form["files"]]
-                    answer = client.post("/v1/adapters", data={"name": ADAPTER}, files=parts, headers=own)
-                    assert answer.status_code == 201, answer.text
-            self.upload_id = self._open_upload(client, own)
+            if client.get("/v1/adapters", headers=own).status_code != 200:
+                self.key = self._new_key(client)["key"]
+                own = {"authorization": f"Bearer {self.key}"}
+            keys = client.get(f"/admin/tenants/{TENANT}/keys", headers=OPERATOR).json()["data"]
+            if self.spare_key_id not in [key["id"] for key in keys]:
+                self.spare_key_id = self._new_key(client)["id"]
+            if client.get(f"/v1/adapters/{ADAPTER}/diff?from=1&to=2", headers=own).status_code != 200:
+                self._settle_adapter(client, own)
+            if client.get(f"/v1/adapter-uploads/{self.upload_id}", headers=own).status_code != 200:
+                self.upload_id = self._open_upload(client, own)
 
     def headers(self, path: str) -> dict[str, str]:
         """The headers that hold the key of whoever uses this path."""
@@ -70,12 +68,21 @@ class Inhabitants:
             "file": "adapter_config.json",
         }.get(parameter)
 
-    def _works(self, client: httpx.Client) -> bool:
-        answer = client.get("/v1/adapters", headers={"authorization": f"Bearer {self.key}"})
-        return answer.status_code == 200
+    def _settle_tenant(self, client: httpx.Client, tenant: str) -> None:
+        found = client.get(f"/admin/tenants/{tenant}", headers=OPERATOR).json()
+        if "error" in found or found["suspended"]:
+            client.post("/admin/tenants", json={"id": tenant, "name": tenant}, headers=OPERATOR)
+            client.patch(f"/admin/tenants/{tenant}", json={"suspended": False}, headers=OPERATOR)
 
-    def _new_key(self, client: httpx.Client, operator: dict[str, str]) -> dict[str, Any]:
-        answer = client.post(f"/admin/tenants/{TENANT}/keys", json={}, headers=operator)
+    def _settle_adapter(self, client: httpx.Client, own: dict[str, str]) -> None:
+        client.delete(f"/v1/adapters/{ADAPTER}", headers=own)
+        for seed in (1, 2):
+            parts = [("files", item) for item in adapter_files(seed).items()]
+            answer = client.post("/v1/adapters", data={"name": ADAPTER}, files=parts, headers=own)
+            assert answer.status_code == 201, answer.text
+
+    def _new_key(self, client: httpx.Client) -> dict[str, Any]:
+        answer = client.post(f"/admin/tenants/{TENANT}/keys", json={}, headers=OPERATOR)
         assert answer.status_code == 201, answer.text
         return answer.json()
 
