@@ -12,6 +12,7 @@ import torch
 from adapters.blob_store import BlobReader, open_reader
 from engine.adapter_tiers import NUM_READERS, AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
+from engine.constraints import Grammars, make_grammars
 from engine.host_memory import available_ram
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
@@ -40,6 +41,8 @@ class Core:
     store: BlobReader
     model_info: pb.ModelInfo
     tokenizer_files: Mapping[str, bytes]
+    grammars: Grammars | None
+    """None where answers cannot be held to a grammar."""
 
 
 def assemble(settings: EngineSettings) -> Core:
@@ -94,14 +97,16 @@ def assemble(settings: EngineSettings) -> Core:
     pages = RankPages(memory.num_rank_pages, ends_bytes=memory.ends_bytes, in_host=tiers.has)
     gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter)
     pool = BlockPool(memory.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
+    model_info = _model_info(settings, model, memory)
     return Core(
         loop=EngineLoop(
             Scheduler(limits, pool, gate), runner, gate, news, overlap=model.device.type == "cuda"
         ),
         tiers=tiers,
         store=store,
-        model_info=_model_info(settings, model, memory),
+        model_info=model_info,
         tokenizer_files=model.tokenizer_files,
+        grammars=make_grammars(model.tokenizer_files, model_info.vocab_size, model_info.eos_token_ids),
     )
 
 

@@ -58,7 +58,9 @@ async def serve(core: Core, settings: EngineSettings, *, started: float) -> int:
     events, end = asyncio.get_running_loop(), _End()
     events.add_signal_handler(signal.SIGTERM, end.gently)
     events.add_signal_handler(signal.SIGINT, end.now)
-    service = EngineService(core.loop, core.model_info, core.tokenizer_files, core.store.contains)
+    service = EngineService(
+        core.loop, core.model_info, core.tokenizer_files, core.store.contains, core.grammars
+    )
     server = EngineServer(service)
     port = await server.start(f"{settings.host}:{settings.port}")
     gc.collect()

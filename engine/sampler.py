@@ -11,9 +11,9 @@ import torch
 from engine.drawn_tokens import DrawnTokens
 from engine.step import RowResult, SamplingParams, StepResult, StepRow, TokenLogprobs
 from engine.token_edits import EditLists
-from engine.transfer import Readback, pack_to_device
+from engine.transfer import Readback, pack_to_device, to_device
 from kernels.sampling import sample
-from kernels.sampling_batch import GREEDY_BELOW, Sampled, SamplingBatch
+from kernels.sampling_batch import GREEDY_BELOW, AllowedTokens, Sampled, SamplingBatch
 
 NOT_FINITE = "The model's output for this request was not finite, so no token could be drawn from it"
 OVERFLOW = "its adapter's weights overflow on this input"
@@ -84,9 +84,25 @@ class Sampler:
         return SamplingBatch(
             **pack_to_device({**columns.arrays, "positions": positions}, self._device),
             edits=self._edits.build(rows, edited, drawn),
+            allowed=_allowed(rows, self._device),
             num_logprobs=columns.num_logprobs,
             all_greedy=columns.all_greedy,
         )
+
+
+def _allowed(rows: Sequence[StepRow], device: torch.device) -> AllowedTokens | None:
+    """What the rows that have a constraint may draw. On a GPU it is found while the step computes."""
+    constraints = [row.constraint for row in rows if row.constraint is not None]
+    if not constraints:
+        return None
+    bits = np.empty((len(constraints), constraints[0].num_words), np.int32)
+    for words, constraint in zip(bits, constraints, strict=True):
+        constraint.write_allowed(words)
+    lists, numbers = np.full(len(rows), -1, np.int32), iter(range(len(constraints)))
+    for i, row in enumerate(rows):
+        if row.constraint is not None:
+            lists[i] = next(numbers)
+    return AllowedTokens(to_device(lists, device), to_device(bits, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +157,8 @@ def _results(rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sampled) ->
 
 def _fault(row: StepRow, logits: torch.Tensor) -> str:
     """Why no token could be drawn from a row."""
+    if row.constraint is not None and row.constraint.fault:
+        return f"The answer's grammar failed: {row.constraint.fault}."
     if bool(logits.max().isfinite()):
         return NOTHING_LEFT
     return f"{NOT_FINITE}." if row.adapter is None else f"{NOT_FINITE}: {OVERFLOW}."

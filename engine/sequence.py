@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.block_pool import BLOCK_SIZE, activation_hash, block_hashes
+from engine.constraints import Constraint, Grammar
 from engine.step import SamplingParams, StepAdapter
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Request:
         sampling: for each choice, with its own seed.
         max_len: most tokens in a sequence, prompt included.
         stop_token_ids: tokens that end a sequence, the model's own end tokens among them if they count.
+        grammar: what each choice's output must fit; None: anything.
         arrival, deadline: seconds on the scheduler's clock.
     """
 
@@ -83,6 +85,7 @@ class Request:
     priority: int = 0
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
     arrival: float = 0.0
     deadline: float | None = None
     prompt_hashes: list[bytes] = field(init=False)
@@ -123,6 +126,7 @@ class Sequence:
         num_at_start: how many there were when it was admitted last.
         num_charged: of these, how many the tenant has paid for, or got from the cache.
         siblings: attached sequences that start from this one's prompt.
+        constraint: where its output stands in the request's grammar; None without one.
         order: place among the waiting of a tenant; lower is sooner.
     """
 
@@ -131,6 +135,7 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "choice",
+        "constraint",
         "num_at_start",
         "num_charged",
         "num_computed",
@@ -163,6 +168,8 @@ class Sequence:
         self.num_published = 0
         self.num_charged = 0
         self.adapter: StepAdapter | None = None
+        grammar = request.grammar
+        self.constraint: Constraint | None = grammar.start(request.output) if grammar is not None else None
         self.siblings: list[Sequence] = []
         self.order: tuple[int, int, int] = (1, request.priority, seq_id)
         self.status = Status.WAITING
@@ -180,6 +187,11 @@ class Sequence:
     def is_ending(self) -> bool:
         """Whether a step under way draws the last token that there is room for."""
         return len(self.tokens) + self.num_unseen >= self.request.max_len
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether what it may draw next follows from a token that the host has not read yet."""
+        return self.constraint is not None and self.num_unseen > 0
 
     def set_status(self, status: Status, why: str = "") -> None:
         """The only place where a life moves on."""

@@ -16,11 +16,12 @@ import grpc
 from grpc.aio import ServicerContext
 
 from engine.adapter_status import AdapterStatus, Residency
+from engine.constraints import Grammars
+from engine.intake import Intake
 from engine.link import Link
 from engine.loop import EngineLoop, LoopStatus
-from engine.outputs import Finished, LinkOutput
-from engine.sequence import FinishReason
-from engine.submission import DIGEST_BYTES, InvalidSubmit, parse_submit
+from engine.outputs import LinkOutput
+from engine.submission import DIGEST_BYTES
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc as pb_grpc
 
@@ -37,6 +38,7 @@ class EngineService(pb_grpc.EngineServicer):
         model: what `GetModelInfo` says, and what submissions are checked against.
         tokenizer_files: what `GetTokenizer` sends, by name.
         on_disk: whether the store has an adapter that is in no memory; called in a thread.
+        grammars: None where answers cannot be held to a grammar.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class EngineService(pb_grpc.EngineServicer):
         model: pb.ModelInfo,
         tokenizer_files: Mapping[str, bytes],
         on_disk: Callable[[bytes], bool],
+        grammars: Grammars | None = None,
     ) -> None:
         self._loop = loop
+        self._intake = Intake(loop, model, grammars)
         self._model = model
         self._tokenizer_files = tokenizer_files
         self._on_disk = on_disk
@@ -77,7 +81,7 @@ class EngineService(pb_grpc.EngineServicer):
         finally:
             reader.cancel()
             self._links.discard(link)
-            self._loop.close_link(link)
+            self._intake.close(link)
             logger.info("the link from %s has ended", peer)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.ModelInfo:
@@ -140,32 +144,15 @@ class EngineService(pb_grpc.EngineServicer):
         try:
             async for message in requests:
                 if message.HasField("submit"):
-                    fault = self._submit(link, message.submit)
+                    fault = self._intake.submit(link, message.submit)
                 elif message.HasField("abort"):
-                    abort = message.abort
-                    choice = abort.choice if abort.HasField("choice") else None
-                    self._loop.abort(link, abort.request_id, choice)
+                    self._intake.abort(link, message.abort)
                 elif message.HasField("announce"):
                     self._loop.expect(message.announce.adapter_digest)
                 if fault:
                     break
         finally:
             link.end(fault)
-
-    def _submit(self, link: Link, message: pb.Submit) -> str | None:
-        """Starts a request. Returns what is wrong with the link itself, if it reuses an id."""
-        if not link.open(message.request_id, max(1, len(message.seeds))):
-            return f"request_id {message.request_id} is in use on this link"
-        try:
-            self._loop.submit(parse_submit(message, link, self._model))
-        except InvalidSubmit as error:
-            news = LinkOutput()
-            news.finished += [
-                Finished(message.request_id, choice, FinishReason.ERROR, str(error))
-                for choice in range(max(1, len(message.seeds)))
-            ]
-            link.put(news)
-        return None
 
     async def _adapter_state(self, digest: bytes) -> pb.AdapterState:
         adapter = await asyncio.wrap_future(self._loop.adapter(digest))

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.constraints import Constraint
 
 UNSEEN = -1
 """Stands for a token that was drawn on the device in the step before, and that the host has not read yet."""
@@ -76,6 +80,8 @@ class StepRow:
     output_tokens: Sequence[int] = ()
     banned_tokens: Sequence[int] = ()
     """Tokens that may not be sampled now (the end tokens, while under ``min_tokens``)."""
+    constraint: Constraint | None = None
+    """What alone may be sampled now. Its state is that of all tokens so far, so none of them is unseen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 
 from engine.block_pool import root_hash
+from engine.constraints import Grammar
 from engine.sequence import Request
 from engine.step import SamplingParams
 from protos import engine_pb2 as pb
@@ -20,10 +21,13 @@ class InvalidSubmit(ValueError):
     """A request that no engine with this model could run. The message is for the person who sent it."""
 
 
-def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Request:
+def parse_submit(
+    message: pb.Submit, link: Hashable, model: pb.ModelInfo, grammar: Grammar | None = None
+) -> Request:
     """Checks a submission against the model's bounds, and makes the request of it.
 
-    The prompt's blocks are hashed here, so that the loop does not have to.
+    The prompt's blocks are hashed here, so that the loop does not have to. ``grammar`` is what the message's
+    text means.
 
     Raises:
         InvalidSubmit: names the field that is out of range, and the range.
@@ -50,6 +54,7 @@ def parse_submit(message: pb.Submit, link: Hashable, model: pb.ModelInfo) -> Req
         adapter_digest=message.adapter_digest,
         adapter_start=message.adapter_start,
         vocab_size=vocab_size,
+        grammar=grammar,
         block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
         tenant=message.tenant,
         weight=message.weight or 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+from engine.block_pool import BLOCK_SIZE
 from engine.outputs import Outputs
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.scheduler.block_tables import BlockTables
@@ -27,6 +28,7 @@ class Lives:
         waiting: those that may be admitted.
         roster: all of them.
         outputs: the news of what happens here.
+        num_yielded_blocks: what those hold in the prefix cache at most who ran, and wait again.
         stepped_back: ids of those that ran, and wait again, since the step's planning began.
     """
 
@@ -40,6 +42,8 @@ class Lives:
     ) -> None:
         self.num_preemptions = 0
         self.num_yields = 0
+        self.num_yielded_blocks = 0
+        self._yielded_blocks: dict[int, int] = {}
         self.stepped_back: set[int] = set()
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(counters)
@@ -74,6 +78,8 @@ class Lives:
         assert all(seq.status is Status.RUNNING for seq in self.running)
         assert all(seq.status is Status.WAITING for seq in waiting)
         assert all(seq.status is Status.ATTACHED for seq in attached)
+        assert self._yielded_blocks.keys() == {seq.seq_id for seq in waiting if seq.num_at_start}
+        assert self.num_yielded_blocks == sum(self._yielded_blocks.values())
         assert not any(seq.block_ids or seq.adapter for seq in (*waiting, *attached)), "holds while waiting"
         self._counters.check([seq.request.tenant for seq in self.running])
 
@@ -97,7 +103,7 @@ class Lives:
 
     def start(self, seq: Sequence) -> None:
         """Makes a waiting sequence that has its blocks run."""
-        self.waiting.remove(seq)
+        self._wait_no_more(seq)
         seq.adapter = self._gate.acquire(seq.request.adapter_digest)
         seq.num_charged = max(seq.num_charged, min(seq.num_computed, seq.num_given))
         seq.num_at_start = len(seq.tokens) + seq.num_unseen
@@ -170,6 +176,13 @@ class Lives:
         seq.order = order or (0, seq.request.priority, seq.seq_id)
         seq.set_status(Status.WAITING, why)
         self.waiting.push(seq)
+        if seq.num_at_start:
+            blocks = self._yielded_blocks[seq.seq_id] = len(seq.tokens) // BLOCK_SIZE
+            self.num_yielded_blocks += blocks
+
+    def _wait_no_more(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.num_yielded_blocks -= self._yielded_blocks.pop(seq.seq_id, 0)
 
     def _stop_running(self, seq: Sequence, *, spoiled: bool = False) -> None:
         """The only way out of the running list: blocks and the adapter's reference are given back."""
@@ -187,7 +200,7 @@ class Lives:
         if seq.status is Status.RUNNING:
             self._stop_running(seq, spoiled=spoiled)
         elif seq.status is Status.WAITING:
-            self.waiting.remove(seq)
+            self._wait_no_more(seq)
             if spoiled:  # preempted while the step that spoiled it was under way
                 self._tables.forget(seq)
         else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
+from engine.constraints import Grammar
 from engine.loop import EngineLoop
 from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
@@ -24,6 +25,7 @@ from engine.step import SamplingParams
 from kernels.native import release_threads
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 8, 48
+NUM_REQUESTS = 12
 Key = tuple[int, int]
 """A request and a choice."""
 
@@ -37,6 +39,11 @@ WISHES = [
     SamplingParams(logit_bias=((5, 4.0), (9, 3.5)), logprobs=2),
     SamplingParams(temperature=0.7, min_p=0.05, logprobs=0),
 ]
+
+
+def grammar_of(number: int, num_grammars: int) -> int | None:
+    """Which of the grammars a request must fit; None: it is free."""
+    return None if number % 2 else number // 2 % num_grammars
 
 
 def random_request(rng: random.Random, number: int, vocab_size: int, digest: bytes) -> Request:
@@ -85,14 +92,21 @@ def serve(
     overlap: bool,
     folders: Mapping[bytes, Path],
     num_pages: int,
+    grammars: Sequence[Grammar] = (),
 ) -> Served:
-    """Answers requests that come two at a time, under the adapters in ``folders`` (none for b"") in turn."""
+    """Answers requests that come two at a time, under the adapters in ``folders`` (none for b"") in turn.
+
+    With ``grammars``, every second request must fit one of them, in turn: see `grammar_of`.
+    """
     rng = random.Random(seed)
     digests = [b"", *folders]
     requests = [
         random_request(rng, number, model.config.vocab_size, digests[number % len(digests)])
-        for number in range(12)
+        for number in range(NUM_REQUESTS)
     ]
+    if grammars:
+        for number in range(0, NUM_REQUESTS, 2):
+            requests[number].grammar = grammars[grammar_of(number, len(grammars))]
     news = threading.Event()
 
     def read(digest: bytes) -> HostAdapter:
