@@ -97,7 +97,12 @@ class Scheduler:
         self._waiting = self._lives.waiting
         self._roster = self._lives.roster
         self._num_awaiting = 0  # steps since there has been a tenant next of which nothing runs
-        self._turns = Turns(self._running, self._counters, self._stays_cached)
+        self._turns = Turns(
+            self._running,
+            self._counters,
+            is_cached=pool.has_prefix_cache,
+            is_crowded=lambda: 2 * self._lives.num_yielded_blocks > pool.num_idle,
+        )
 
     # ---- what others ask ---------------------------------------------------------------------------
 
@@ -253,10 +258,6 @@ class Scheduler:
     def _is_open(self, seq: Sequence) -> bool:
         tenant = seq.request.tenant
         return self._gate.is_open(seq.request.adapter_digest, tenant, partial(self._turns.leaving, tenant))
-
-    def _stays_cached(self) -> bool:
-        """Whether the blocks of a sequence that yields will probably be found when it comes back."""
-        return self._pool.has_prefix_cache and 2 * self._lives.num_yielded_blocks <= self._pool.num_idle
 
     def _yield_pages(self) -> bool:
         """Lets sequences make room for the adapter that claims their pages. Returns whether any has."""

@@ -6,7 +6,8 @@ do on a processor: a sequence that has had its turn yields when another adapter 
 usually stay in the prefix cache, so that coming back costs no more than the tokens of one block. A turn is
 long enough to be worth that, and longer for long contexts, which cost more when they have been displaced.
 Without a prefix cache all of the context is computed again, and few answers are long enough for a second
-turn.
+turn. The same is reckoned with when those who have yielded have filled half of the blocks that are idle, but
+not against a tenant of which nothing runs.
 
 Between tenants, those yield who were served no less than the tenant that claims: so a flood of one tenant's
 adapters does not take turns away from others. And a tenant of which nothing runs need not wait for a turn of
@@ -17,6 +18,7 @@ happens at most once for each of its requests, and these are charged for the ada
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -60,18 +62,28 @@ class Turns:
 
     Args:
         running: the sequences that run now, in the order of their admission; the scheduler's own list.
-        is_cached: whether what a sequence has computed stays in the prefix cache when it yields.
+        is_cached: whether there is a prefix cache, where what a sequence has computed stays when it yields.
+        is_crowded: whether so much of the cache is that of others who have yielded that it may not.
     """
 
-    def __init__(self, running: Seq[Sequence], counters: VirtualTokenCounters, *, is_cached: bool) -> None:
+    def __init__(
+        self,
+        running: Seq[Sequence],
+        counters: VirtualTokenCounters,
+        *,
+        is_cached: bool,
+        is_crowded: Callable[[], bool],
+    ) -> None:
         self._running = running
         self._counters = counters
         self._is_cached = is_cached
+        self._is_crowded = is_crowded
 
     def leaving(self, claimant: str) -> dict[bytes, Leaving]:
         """By adapter, how its running sequences can leave it to a tenant: by yielding, or at their end."""
         leaving: dict[bytes, Leaving] = {}
         claiming = self._counters.account(claimant)
+        is_cached = self._is_cached and not (claiming.num_running and self._is_crowded())
         users = Counter((seq.request.adapter_digest, seq.request.tenant) for seq in self._running)
         for seq in self._running:
             digest, tenant = seq.request.adapter_digest, seq.request.tenant
@@ -80,7 +92,7 @@ class Turns:
             at_end = left = seq.request.max_len - seq.num_computed
             account = self._counters.account(tenant)
             if account.served >= claiming.served:
-                left = min(left, left_of_turn(seq, is_cached=self._is_cached))
+                left = min(left, left_of_turn(seq, is_cached=is_cached))
                 if claiming.num_running == 0 and account.num_running > users[digest, tenant]:
                     left = min(left, 0)
             own = Leaving(left, yields=left < at_end)
