@@ -9,13 +9,18 @@ script (`gateway/tenants.py` and `gateway/keys.py` run `APPEND` in theirs); a ch
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway import tasks
 
 AUDIT_STREAM = "loraplex:audit"
 
@@ -27,6 +32,7 @@ local function append_audit(stream, entry) redis.call('XADD', stream, '*', unpac
 _CHUNK = 500
 _MOST_READ = 20_000
 _DAY_MS = 86_400_000
+_TRIM_EVERY_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +151,29 @@ class Audit:
         return AuditPage(found, at)
 
     async def trim(self, keep_days: int) -> None:
-        """Removes entries older than that many days; a few of them may stay for a while."""
+        """Removes entries older than that many days."""
         oldest_ms = int(time.time() * 1000) - keep_days * _DAY_MS
-        await self._redis.xtrim(AUDIT_STREAM, minid=str(oldest_ms), approximate=True)
+        await self._redis.xtrim(AUDIT_STREAM, minid=str(oldest_ms), approximate=False)
+
+
+@asynccontextmanager
+async def trimming(audit: Audit, keep_days: int | None) -> AsyncIterator[None]:
+    """Removes entries older than that many days while the block runs; None: none. Waits for nothing."""
+    if keep_days is None:
+        yield
+        return
+    task = asyncio.create_task(_trim_now_and_then(audit, keep_days), name="audit-trimming")
+    try:
+        yield
+    finally:
+        await tasks.cancel(task)
+
+
+async def _trim_now_and_then(audit: Audit, keep_days: int) -> None:
+    while True:
+        with suppress(RedisError, OSError):  # who needs Redis says that it is away
+            await audit.trim(keep_days)
+        await asyncio.sleep(_TRIM_EVERY_S)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

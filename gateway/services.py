@@ -15,7 +15,7 @@ from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.accounts.admission import Admissions
 from gateway.accounts.ledger import Ledger, open_ledger
-from gateway.audit import Audit
+from gateway.audit import Audit, trimming
 from gateway.auth import Authenticator
 from gateway.engine_client import EngineFleet
 from gateway.engine_metrics import EngineMetrics
@@ -78,7 +78,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
-        tenants, keys = Tenants(redis), Keys(redis)
+        tenants, keys, audit = Tenants(redis), Keys(redis), Audit(redis)
+        await stack.enter_async_context(trimming(audit, settings.audit_days))
         authenticator = Authenticator(
             redis,
             operator_key=settings.operator_key,
@@ -107,7 +108,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             authenticator=authenticator,
             tenants=tenants,
             keys=keys,
-            audit=Audit(redis),
+            audit=audit,
             registry=registry,
             store=store,
             engines=engines,

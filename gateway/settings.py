@@ -95,6 +95,9 @@ class GatewaySettings(BaseSettings):
         description="Local folder for ledger entries that wait for Redis; gateways may share it.",
     )
     ledger_days: int = Field(default=400, ge=1, description="How many days the ledger keeps its entries.")
+    audit_days: int | None = Field(
+        default=None, ge=1, description="How many days the audit keeps its entries; without it, all."
+    )
     lease_s: float = Field(
         default=10.0,
         ge=1,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
 from adapters import lifecycle
 from adapters.identity import InvalidName, check_name
 from adapters.registry import AdapterNotFound
 from gateway.adapter_objects import event_object, name_object, own_name
+from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
 from gateway.described import described
 from gateway.errors import invalid_request
@@ -21,7 +22,7 @@ from gateway.schemas.adapter_answers import Adapter, AdapterHistory
 from gateway.schemas.adapters import CanaryBody, PromoteBody, RenameBody
 from gateway.services import Services
 
-router = APIRouter(prefix="/v1/adapters/{name}", tags=["adapters"])
+router = audited_router("/v1/adapters/{name}")
 
 Caller = Annotated[Principal, Depends(require("adapters"))]
 

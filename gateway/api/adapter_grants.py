@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
 from adapters import lifecycle
 from gateway.adapter_objects import own_name
+from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
 from gateway.described import described
 from gateway.errors import invalid_request
 from gateway.schemas.adapter_answers import Grant
 from gateway.services import Services
 
-router = APIRouter(prefix="/v1/adapters/{name}/grants", tags=["adapters"])
+router = audited_router("/v1/adapters/{name}/grants")
 
 Caller = Annotated[Principal, Depends(require("adapters"))]
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
 from adapters.registry import AdapterName, AdapterNotFound
 from gateway.adapter_objects import name_object, own_name, own_ref, version_object
 from gateway.adapter_removal import delete_adapter
+from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
 from gateway.described import described
 from gateway.schemas.adapter_answers import AdapterDeleted, AdapterDetails, AdapterList
 from gateway.services import Services
 
-router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
+router = audited_router("/v1/adapters")
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
 from gateway.adapter_objects import version_object
+from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
 from gateway.described import described
 from gateway.errors import ApiError
@@ -16,7 +17,7 @@ from gateway.schemas.adapters import PullBody
 from gateway.services import Services
 from gateway.upload_sessions import UploadOptions
 
-router = APIRouter(tags=["adapters"])
+router = audited_router()
 
 
 @router.post("/v1/adapter-pulls", status_code=201)

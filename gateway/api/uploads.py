@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from adapters.adapter_files import check_complete, is_adapter_file, is_weights, size_limit
 from adapters.errors import InvalidAdapter
 from gateway.adapter_objects import version_object
+from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
 from gateway.described import described
 from gateway.errors import ApiError, invalid_request
@@ -43,7 +44,7 @@ from gateway.upload_sessions import ExpectedFile, UploadSession, describe
 from gateway.upload_transfers import OFFSET_HEADER, upload_not_found
 from gateway.uploads import Upload, receive_upload
 
-router = APIRouter(tags=["adapters"])
+router = audited_router()
 
 
 @router.post("/v1/adapters", status_code=201)
