@@ -154,10 +154,16 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logger.exception("request %s (%s %r) failed", request_id, scope["method"], scope["path"])
+            error = internal_error(scope)
             if not started:
-                error = ApiError(500, _INTERNAL_MESSAGE, type="server_error", code="internal_error")
                 await error_response(error)(scope, receive, send_with_id)
+
+
+def internal_error(scope: Scope) -> ApiError:
+    """Returns the 500 for the exception that is being handled, whose traceback it logs."""
+    request_id = scope["state"]["request_id"]
+    logger.exception("request %s (%s %r) failed", request_id, scope["method"], scope["path"])
+    return ApiError(500, _INTERNAL_MESSAGE, type="server_error", code="internal_error")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from gateway.metrics import RequestMetrics
 from gateway.refusals import deadline_passed
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import FinishReason, ModelInfo, Submit, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 STOP, LENGTH = "stop", "length"
 
@@ -112,6 +115,9 @@ class Generation:
         if error is not None:
             self._outcome = self._outcome_of(error)
         settlement = self.so_far()
+        if self._outcome is Outcome.DISCONNECTED:
+            tokens = settlement.output_tokens
+            logger.info("request %s: its client went away after %d tokens", self._admission.entry.id, tokens)
         self._ledger.settle(self._admission.entry, settlement)
         self._metrics.end(
             self._outcome,

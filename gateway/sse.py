@@ -11,8 +11,7 @@ import orjson
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway import tasks
-from gateway.errors import ApiError, unavailable
+from gateway.errors import ApiError, internal_error, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,9 @@ class EventStream(Response):
     """A streamed answer. `on_disconnect` is called once if
     the client goes first; `events` must end soon after that.
 
-    An ApiError that `events` raises becomes an error event, since the status has long been sent. So does the
-    cancellation of the request's task, which is how the server ends what outlasts its time to stop.
+    An ApiError that `events` raises becomes an error event, since the status has long been sent. So does a
+    fault of ours, and the cancellation of the request's task, which is how the server ends what outlasts its
+    time to stop.
     """
 
     media_type = "text/event-stream"
@@ -60,6 +60,8 @@ class EventStream(Response):
                 last = event(error.body()) + DONE
             except asyncio.CancelledError:
                 last = event(unavailable(STOPPING).body()) + DONE
+            except Exception:
+                last = event(internal_error(scope).body()) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -83,7 +85,7 @@ class DisconnectWatch:
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
-            await tasks.cancel(self._task)
+            self._task.cancel()  # nobody waits for its end: it only waits itself
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

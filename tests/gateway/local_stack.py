@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from adapters.registry import Registry
 from adapters.validation import AdapterSummary
 from gateway.app import create_app
+from gateway.http_protocol import BoundedHttp
 from gateway.keys import Keys
 from gateway.settings import GatewaySettings
 from gateway.tenants import PrefixSharing, Tenants
@@ -69,7 +70,9 @@ class LocalStack:
         self.app = create_app(settings)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", lifespan="on"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(self.app, http=BoundedHttp, log_level="warning", lifespan="on")
+        )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def _stop(self) -> None:

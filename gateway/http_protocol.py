@@ -1,0 +1,86 @@
+"""uvicorn's HTTP protocol with what it lacks: bounds on a request's head, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+from asyncio import Transport
+from asyncio.events import TimerHandle
+from http import HTTPStatus
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import error_body
+
+MAX_HEAD_BYTES = 64 * 1024
+"""The most that is read of a request line and headers that do not end."""
+MAX_HEAD_S = 30.0
+"""In what time they must have come; a new connection's begins when it is made."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection of a client. What it sends before a request's body is bounded in size and in time."""
+
+    _in_head = True
+    _head_bytes = 0
+    _timer: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"The request's headers are larger than {MAX_HEAD_BYTES:,} bytes.")
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where the parser finds no HTTP."""
+        self._refuse(400, msg)
+
+    def _await_head(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._stop_timer()
+        self._timer = self.loop.call_later(MAX_HEAD_S, self._on_slow_head)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_slow_head(self) -> None:
+        if self._head_bytes == 0:  # opened in advance, and not used: nobody waits for an answer
+            self.transport.close()
+            return
+        self._refuse(408, f"The request's headers did not arrive within {MAX_HEAD_S:g} seconds.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers without asking the application, which has not seen this request, and closes."""
+        if self.transport.is_closing():
+            return
+        body = orjson.dumps(error_body(message, type="invalid_request_error"))
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
