@@ -13,10 +13,12 @@ import contextlib
 import hashlib
 import json
 import random
+import signal
 import struct
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from redis.asyncio import Redis
@@ -85,7 +87,8 @@ def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
 
 @dataclass
 class FakeEngine(EngineServicer):
-    """`submits` and `aborts` keep all that was received.
+    """`submits` and `aborts` keep all that was received. `counts` has, by tenant and length of the prompt,
+    how many prompts it took and how many tokens it gave.
 
     While `refusing`, it takes nothing; when set to be `garbled`, its next message breaks the contract.
     """
@@ -104,6 +107,7 @@ class FakeEngine(EngineServicer):
     submits: list[pb.Submit] = field(default_factory=list)
     aborts: list[pb.Abort] = field(default_factory=list)
     running: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    counts: dict[str, list[int]] = field(default_factory=dict)
     unloaded: list[bytes] = field(default_factory=list)
     announced: list[bytes] = field(default_factory=list)
     states: dict[bytes, pb.AdapterState] = field(default_factory=dict)
@@ -174,6 +178,8 @@ class FakeEngine(EngineServicer):
                     yield early.pop(0)
                 due = max(due + self.step_s, time.monotonic() - 1)
                 await asyncio.sleep(max(0, due - time.monotonic()))
+                while early:
+                    yield early.pop(0)
                 message = self._step(choices)
                 if self.garbled and message.tokens:
                     self.garbled = False
@@ -218,6 +224,7 @@ class FakeEngine(EngineServicer):
             return pb.LinkResponse(
                 finished=[_finished(request_id, i, pb.FINISH_REASON_ERROR, error) for i in indexes]
             )
+        self._count(submit)[0] += 1
         for index in indexes:
             choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens))
             choices[request_id, index] = self.running[request_id, index] = choice
@@ -225,12 +232,16 @@ class FakeEngine(EngineServicer):
             started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)]
         )
 
+    def _count(self, submit: pb.Submit) -> list[int]:
+        return self.counts.setdefault(f"{submit.tenant}:{len(submit.prompt_tokens)}", [0, 0])
+
     def _step(self, choices: dict[tuple[int, int], Choice]) -> pb.LinkResponse:
         message = pb.LinkResponse()
         any_logprobs = any(choice.request.sampling.HasField("logprobs") for choice in choices.values())
         for key, choice in list(choices.items()):
             token = next_token(choice.request, choice.seed, choice.tokens)
             choice.tokens.append(token)
+            self._count(choice.request)[1] += 1
             message.request_ids.append(key[0])
             message.choices.append(key[1])
             message.tokens.append(token)
@@ -280,10 +291,15 @@ async def _main() -> None:
     parser.add_argument("--engine-id", default=f"fake-{random.randrange(10**6)}")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.01)
+    parser.add_argument("--counts", type=Path, help="file for `counts`, written on SIGTERM")
     options = parser.parse_args()
     engine = FakeEngine(options.engine_id, options.redis_url, step_s=options.step_s, port=options.port)
     await engine.start()
-    await asyncio.Event().wait()
+    stopping = asyncio.Event()
+    if options.counts:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    await stopping.wait()
+    options.counts.write_text(json.dumps(engine.counts))
 
 
 if __name__ == "__main__":
