@@ -1,8 +1,8 @@
 """The real scheduler and gate over a device that exists in virtual time only: minutes of serving in a second.
 
-A step takes as long as a cost model says, a load of an adapter too, and whoever arrives meanwhile is taken in
-before the next step, as `engine.loop.EngineLoop` does. Nothing here looks at the wall clock, so that every run
-is the same. Figures are those of SmolLM2 on two cores.
+A step takes as long as a cost model says, a load of an adapter too, and whoever arrives meanwhile is taken
+in before the next step, as `engine.loop.EngineLoop` does. Nothing here looks at the wall clock, so that every
+run is the same. Figures are those of SmolLM2 on two cores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from builders import FakeStore
+
 from engine.adapter_tiers import NUM_LOAD_THREADS, AdapterTiers
 from engine.block_pool import BlockPool
 from engine.rank_pages import RankPages
@@ -52,7 +53,7 @@ class Life:
 
 
 class _Threads:
-    """Stands for the pool that loads adapters: each job ends so many virtual seconds after a thread has it."""
+    """Stands for the pool that loads adapters: a job ends `LOAD_S` after a thread has begun with it."""
 
     def __init__(self, engine: VirtualEngine) -> None:
         self._engine = engine
