@@ -1,0 +1,282 @@
+"""Admissions over a real Redis: what is told, what is remembered, and what happens while Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.accounts.admission import Admission, Admissions
+from gateway.accounts.headers import duration
+from gateway.auth import Principal
+from gateway.errors import ApiError
+from gateway.limits import RateLimits, TenantLimits
+from gateway.redis_client import connect
+from gateway.resolve import ResolvedModel
+from gateway.tenants import PrefixSharing
+from protos.engine_pb2 import ModelInfo, Submit
+
+BASE = ResolvedModel("base", ModelInfo(name="base"))
+_ids = itertools.count()
+
+
+def caller(
+    rates: RateLimits | None = None, *, month: int | None = None, key: RateLimits | None = None
+) -> Principal:
+    return Principal(
+        "acme", "k1", frozenset({"inference"}), PrefixSharing.PRIVATE, 1.0,
+        TenantLimits(rates or RateLimits(), tokens_per_month=month), key or RateLimits(),
+    )  # fmt: skip
+
+
+def submit(prompt: int = 10, max_tokens: int = 20, choices: int = 1, **more: Any) -> Submit:
+    return Submit(prompt_tokens=[1] * prompt, max_tokens=max_tokens, seeds=range(choices), **more)
+
+
+class Gate:
+    """Admissions as a handler uses them, and what was counted as refused."""
+
+    def __init__(self, redis: Redis, *, window_ms: int = 60_000) -> None:
+        self.rejected: list[tuple[str, str, str]] = []
+        self.admissions = Admissions(
+            redis,
+            lease_ms=10_000,
+            on_refusal=lambda *what: self.rejected.append(what),
+            window_ms=window_ms,
+        )
+
+    async def admit(self, who: Principal, *submits: Submit, open_ended: bool = False) -> Admission:
+        return await self.admissions.admit(
+            who, BASE, submits or [submit()], request_id=f"r{next(_ids)}", arrived_at=time.perf_counter(),
+            route="chat", open_ended=open_ended,
+        )  # fmt: skip
+
+
+@pytest.fixture
+async def redis(valkey_url: str) -> AsyncIterator[Redis]:
+    async with connect(valkey_url) as client:
+        yield client
+
+
+async def test_headers_tell_the_scarcest_limit_of_each_kind(redis: Redis) -> None:
+    gate = Gate(redis)
+    tenant = RateLimits(requests_per_minute=9, input_tokens_per_minute=100, output_tokens_per_minute=500)
+    admission = await gate.admit(caller(tenant, key=RateLimits(requests_per_minute=2)), submit(10, 20))
+    resets = {name: value for name, value in admission.headers.items() if "reset" in name}
+    assert all(re.fullmatch(r"1m0s|5\d(\.\d+)?s", value) for value in resets.values())
+    assert {name: value for name, value in admission.headers.items() if name not in resets} == {
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "1",
+        "x-ratelimit-limit-tokens": "100",
+        "x-ratelimit-remaining-tokens": "90",
+        "x-ratelimit-limit-input-tokens": "100",
+        "x-ratelimit-remaining-input-tokens": "90",
+        "x-ratelimit-limit-output-tokens": "500",
+        "x-ratelimit-remaining-output-tokens": "480",
+    }
+    assert (await gate.admit(caller())).headers == {}
+
+
+@pytest.mark.parametrize(
+    ("who", "kind", "words", "openai_type"),
+    [
+        (caller(RateLimits(requests_per_minute=1)), "requests_per_minute", "requests per minute", "requests"),
+        (caller(RateLimits(input_tokens_per_minute=15)), "input_tokens_per_minute", "input tokens", "tokens"),
+        (caller(RateLimits(output_tokens_per_minute=39)), "output_tokens_per_minute", "output", "tokens"),
+        (caller(RateLimits(concurrent_requests=1)), "concurrent_requests", "concurrent", "requests"),
+        (caller(month=59), "tokens_per_month", "tokens per month", "tokens"),
+        (caller(key=RateLimits(requests_per_minute=1)), "requests_per_minute", "the key 'k1'", "requests"),
+    ],
+)
+async def test_a_refusal_names_its_limit_and_takes_nothing(
+    redis: Redis, who: Principal, kind: str, words: str, openai_type: str
+) -> None:
+    gate = Gate(redis)
+    await gate.admit(who)
+    before = await everything(redis)
+    with pytest.raises(ApiError) as caught:
+        await gate.admit(who)
+    assert await everything(redis) == before
+    error = caught.value
+    assert (error.status, error.code, error.param, error.type) == (
+        429, "rate_limit_exceeded", kind, openai_type,
+    )  # fmt: skip
+    assert words in error.message
+    assert "Limit " in error.message and ", left " in error.message and ", requested " in error.message
+    assert gate.rejected == [("acme", "", kind)]
+    seconds = int((error.headers or {})["Retry-After"])
+    longest = 31 * 86400 if kind == "tokens_per_month" else 60
+    assert 1 <= seconds <= longest and (kind != "requests_per_minute" or seconds >= 50)
+
+
+async def test_one_limit_that_refuses_leaves_the_others_untouched(redis: Redis) -> None:
+    gate = Gate(redis)
+    who = caller(
+        RateLimits(10, 1000, 1000, 5),
+        month=10_000,
+        key=RateLimits(requests_per_minute=5, concurrent_requests=1),
+    )
+    await gate.admit(who)
+    before = await everything(redis)
+    with pytest.raises(ApiError, match="concurrent requests"):
+        await gate.admit(who)
+    assert await everything(redis) == before
+
+
+async def test_the_limit_that_lasts_longest_is_told(redis: Redis) -> None:
+    gate = Gate(redis)
+    who = caller(RateLimits(requests_per_minute=1, concurrent_requests=1), month=59)
+    await gate.admit(who)
+    with pytest.raises(ApiError) as caught:
+        await gate.admit(who)
+    assert caught.value.param == "tokens_per_month"
+
+
+async def test_each_window_begins_with_its_own_first_use(redis: Redis) -> None:
+    """And so they end one by one: requests first, then input, then output."""
+    gate = Gate(redis)
+    starts = {}
+    for known in (1, 2, 3):
+        values = [100, 1000, 1000][:known] + [None] * (3 - known)
+        await gate.admit(caller(RateLimits(*values)))
+        starts[known] = await window_starts(redis)
+        await asyncio.sleep(0.1)
+    first, second, third = starts[3].values()
+    assert starts[3].keys() == {
+        "requests_per_minute", "input_tokens_per_minute", "output_tokens_per_minute",
+    }  # fmt: skip
+    assert second >= first + 100 and third >= second + 100
+    assert starts[1] == {"requests_per_minute": first}
+
+
+async def test_spent_requests_are_refused_from_memory_until_the_limit_changes(redis: Redis) -> None:
+    gate, who = Gate(redis), caller(RateLimits(requests_per_minute=1))
+    await gate.admit(who)
+    gate.admissions.refuse_spent(who)  # nobody has said so yet
+    with pytest.raises(ApiError):
+        await gate.admit(who)
+    await redis.flushall()  # as if to say: it does not ask again
+    with pytest.raises(ApiError) as caught:
+        gate.admissions.refuse_spent(who)
+    headers = dict(caught.value.headers or {})
+    assert 50 <= int(headers.pop("Retry-After")) <= 60
+    assert headers.pop("x-ratelimit-reset-requests").startswith(("59", "1m0s", "58"))
+    assert headers == {"x-ratelimit-limit-requests": "1", "x-ratelimit-remaining-requests": "0"}
+    assert gate.rejected == [("acme", "", "requests_per_minute")] * 2
+    gate.admissions.refuse_spent(caller(RateLimits(requests_per_minute=2)))
+
+
+async def test_spent_requests_are_forgotten_when_their_window_is_over(redis: Redis) -> None:
+    gate, who = Gate(redis, window_ms=100), caller(RateLimits(requests_per_minute=1))
+    await gate.admit(who)
+    with pytest.raises(ApiError):
+        while True:  # a slow machine may need two windows
+            await gate.admit(who)
+    await asyncio.sleep(0.11)
+    gate.admissions.refuse_spent(who)
+    assert (await gate.admit(who)).admitted
+
+
+async def test_an_answer_without_a_length_reserves_what_the_limit_allows_at_most(redis: Redis) -> None:
+    gate, who = Gate(redis), caller(RateLimits(output_tokens_per_minute=100))
+    open_ended = [submit(10, 2000, choices=2), submit(10, 30, choices=1)]
+    await gate.admit(who, *open_ended, open_ended=True)
+    assert [each.max_tokens for each in open_ended] == [33, 30]
+    window = await redis.hgetall("loraplex:{acme}:window:tenant")  # type: ignore[misc]
+    assert window[b"output_tokens_per_minute"] == b"96"
+
+
+@pytest.mark.parametrize(
+    ("who", "asked", "open_ended", "numbers"),
+    [
+        (caller(RateLimits(input_tokens_per_minute=9)), submit(10), True, ("10 input tokens", "at most 9")),
+        (
+            caller(RateLimits(output_tokens_per_minute=39)),
+            submit(1, 20, 2),
+            False,
+            ("40 output", "39 output"),
+        ),
+        (caller(RateLimits(output_tokens_per_minute=1)), submit(1, 20, 2), True, ("2 output", "at most 1 ")),
+        (
+            caller(RateLimits(output_tokens_per_minute=9)),
+            submit(1, 20, min_tokens=10),
+            True,
+            ("10 out", "9 out"),
+        ),
+        (caller(month=29), submit(10, 20), False, ("30 tokens", "29 tokens per month")),
+    ],
+)
+async def test_what_a_limit_can_never_hold_is_refused_for_good(
+    redis: Redis, who: Principal, asked: Submit, open_ended: bool, numbers: tuple[str, str]
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        await Gate(redis).admit(who, asked, open_ended=open_ended)
+    assert (caught.value.status, caught.value.code) == (400, "request_exceeds_limit")
+    assert all(number in caught.value.message for number in numbers), caught.value.message
+    assert await everything(redis) == {}
+
+
+async def test_while_redis_is_away_all_are_admitted_and_only_some_ask() -> None:
+    async with connect("redis://127.0.0.1:1/0") as redis:
+        gate, who = Gate(redis), caller(RateLimits(requests_per_minute=1))
+        asked: list[str] = []
+        announce = gate.admissions._announce
+
+        async def counted(tenant: str) -> None:
+            asked.append(tenant)
+            await announce(tenant)
+
+        gate.admissions._announce = counted  # type: ignore[method-assign]
+        admitted = [await gate.admit(who) for _ in range(200)]
+        assert not any(each.admitted for each in admitted)
+        assert len(asked) < 100
+
+
+async def test_limits_hold_again_when_redis_is_back(valkey_url: str) -> None:
+    async with connect(valkey_url) as redis, connect("redis://127.0.0.1:1/0") as away:
+        gate, who = Gate(redis), caller(RateLimits(requests_per_minute=1))
+        pool, redis.connection_pool = redis.connection_pool, away.connection_pool
+        assert not (await gate.admit(who)).admitted
+        redis.connection_pool = pool
+        deadline = time.monotonic() + 20
+        while not (await gate.admit(who)).admitted:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match="requests per minute"):
+            await gate.admit(who)
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0, "0s"),
+        (12, "12ms"),
+        (1000, "1s"),
+        (1200, "1.2s"),
+        (59_999, "59.999s"),
+        (60_000, "1m0s"),
+        (360_500, "6m0.5s"),
+    ],
+)
+def test_times_are_written_as_openai_writes_them(ms: int, text: str) -> None:
+    assert duration(ms) == text
+
+
+async def everything(redis: Redis) -> dict[bytes, bytes]:
+    """All that Redis holds of accounts, as it would be dumped."""
+    found = {}
+    for key in await redis.keys("loraplex:{*"):
+        found[key] = await redis.dump(key)
+    return found
+
+
+async def window_starts(redis: Redis) -> dict[str, int]:
+    found: dict[bytes, bytes] = await redis.hgetall("loraplex:{acme}:window:tenant")  # type: ignore[assignment,misc]
+    window = {name.decode(): int(value) for name, value in found.items()}
+    return {name.removesuffix(":start"): at for name, at in window.items() if name.endswith(":start")}
