@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from gateway.commands import engine, gateway, health, keys, tenants, up, usage
+from gateway.commands import audit, engine, gateway, health, keys, tenants, up, usage
 from gateway.commands.exits import CommandFailed
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("gateway")(gateway.gateway)
 app.command("engine", context_settings=engine.PASS_ALL, add_help_option=False)(engine.engine)
 app.command("health")(health.health)
 app.command("usage")(usage.usage)
+app.command("audit")(audit.audit)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 

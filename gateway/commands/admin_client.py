@@ -20,7 +20,13 @@ _EXIT_OF_STATUS = {401: Exit.NOT_AUTHORISED, 403: Exit.NOT_AUTHORISED, 404: Exit
 
 Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of a gateway.")]
 ApiKey = Annotated[
-    str, typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="The operator's key.", show_default=False)
+    str,
+    typer.Option(
+        "--api-key",
+        envvar="LORAPLEX_API_KEY",
+        help="The operator's key, or a tenant's with the scope admin.",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -78,6 +84,14 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
+
+
+def show_fields(fields: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Prints names and their values, a line for each value."""
+    width = max(len(name) for name, _ in fields) + 2
+    for name, lines in fields:
+        for shown, line in zip([name, *[""] * len(lines)], lines, strict=False):
+            typer.echo(f"{shown:<{width}}{line}")
 
 
 def _message_of(answer: httpx.Response) -> str:

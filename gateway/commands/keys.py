@@ -17,10 +17,13 @@ from gateway.commands.admin_client import (
     show_json,
     show_table,
 )
+from gateway.commands.limit_options import Rates, describe_limits, parse_limits
+from gateway.limits import RATE_NAMES
 
-app = typer.Typer(help="Create, list and revoke the API keys of tenants.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, rotate and revoke the API keys of tenants.", no_args_is_help=True)
 
 TenantId = Annotated[str, typer.Argument(help="Id of the tenant.", show_default=False)]
+KeyId = Annotated[str, typer.Argument(help="Id of the key, as `list` shows it.", show_default=False)]
 _DAY_S = 86_400
 
 
@@ -37,6 +40,7 @@ def create(
         float | None, typer.Option(help="Days until it stops; never when not given.")
     ] = None,
     note: Annotated[str, typer.Option(help="What it is for, shown in lists.")] = "",
+    limit: Rates = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
@@ -45,7 +49,7 @@ def create(
 
     Alone on stdout, so that a script may write `KEY=$(loraplex keys create acme)`.
     """
-    body: dict[str, Any] = {"note": note}
+    body: dict[str, Any] = {"note": note, "limits": parse_limits(limit or [], RATE_NAMES)}
     if scope:
         body["scopes"] = scope
     if expires_in_days is not None:
@@ -63,13 +67,31 @@ def list_keys(
     if as_json:
         show_json(answer)
     else:
-        show_table(("id", "scopes", "created", "expires", "note"), [_row(key) for key in answer["data"]])
+        columns = ("id", "scopes", "created", "expires", "limits", "note")
+        show_table(columns, [_row(key) for key in answer["data"]])
+
+
+@app.command("rotate")
+def rotate(
+    tenant_id: TenantId,
+    key_id: KeyId,
+    grace: Annotated[
+        int, typer.Option(min=0, help="For how many seconds the old key still works; 0: it stops at once.")
+    ] = 0,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: AsJson = False,
+) -> None:
+    """Replace a key by one with the same scopes, limits, note and lifetime, and print it, this once."""
+    path = f"/tenants/{quoted(tenant_id)}/keys/{quoted(key_id)}/rotate"
+    key = AdminClient(url, api_key).call("POST", path, {"grace": grace})
+    show_json(key) if as_json else typer.echo(key["key"])
 
 
 @app.command("revoke")
 def revoke(
     tenant_id: TenantId,
-    key_id: Annotated[str, typer.Argument(help="Id of the key, as `list` shows it.", show_default=False)],
+    key_id: KeyId,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: AsJson = False,
@@ -81,7 +103,8 @@ def revoke(
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
     expires = "expired" if key["expired"] else _day(key["expires"]) if key["expires"] else "never"
-    return (key["id"], " ".join(key["scopes"]), _day(key["created"]), expires, key["note"])
+    limits = ", ".join(describe_limits(key["limits"])) or "none"
+    return (key["id"], " ".join(key["scopes"]), _day(key["created"]), expires, limits, key["note"])
 
 
 def _day(seconds: int) -> str:
