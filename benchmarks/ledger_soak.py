@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from benchmarks.ledger_stack import LEASE_S, Answer, LedgerStack
 from gateway.accounts.entry import FIELDS, LedgerEntry, Outcome
@@ -31,7 +32,7 @@ from gateway.accounts.windows import root_of
 
 CONCURRENCY = 24
 LEAVING = 0.2
-SETTLED_S = 1.5
+SETTLED_S = 2.5
 """How long after a request's end a gateway must have lived for its end to be in the ledger."""
 _PATIENCE_S = 60.0
 
@@ -203,7 +204,7 @@ async def soak(stack: LedgerStack, requests: int, chaos: Chaos, seed: int = 1) -
                     answer = await stack.ask(
                         gateway, tenant, prompt, max_tokens=max_tokens, leave_after_s=leave_after_s
                     )
-                except ConnectionRefusedError:  # it is not up again yet
+                except ConnectionError:  # it is not up again yet
                     await asyncio.sleep(0.05)
                 else:
                     evidence.answers.append(answer)
@@ -237,7 +238,7 @@ async def _note_recorded(stack: LedgerStack, evidence: Evidence) -> None:
         for tenant in stack.tenants:
             try:
                 values = await redis.hvals(f"{root_of(tenant)}:progress")  # type: ignore[misc]
-            except OSError:
+            except RedisError:
                 return  # it is away
             for value in values:
                 fields = dict(zip(FIELDS, json.loads(value), strict=True))
@@ -279,7 +280,7 @@ async def outage(stack: LedgerStack, away_s: float, *, clients: int = 8) -> tupl
             evidence.answers.append(answer)
 
     running = [asyncio.create_task(client(number)) for number in range(clients)]
-    await asyncio.sleep(2)
+    await asyncio.sleep(1)
     stack.valkey.kill()
     back_at = time.monotonic() + away_s
     while time.monotonic() < back_at:
@@ -288,7 +289,7 @@ async def outage(stack: LedgerStack, away_s: float, *, clients: int = 8) -> tupl
             strangers.append(unknown.status)
         await asyncio.sleep(0.2)
     stack.valkey.launch()
-    await asyncio.sleep(2)
+    await asyncio.sleep(1)
     ending.set()
     await asyncio.gather(*running)
     await _revive(stack)

@@ -165,7 +165,7 @@ class LedgerStack:
     ) -> Answer:
         """Completes a prompt of so many tokens, streamed or not. The client may leave before the end.
 
-        Raises ConnectionRefusedError when nobody listens.
+        Raises ConnectionError when nobody accepts its connection.
         """
         answer = Answer(tenant, prompt, gateway, time.monotonic())
         stream = random.Random(answer.name).random() < 0.7
