@@ -86,6 +86,7 @@ class Client:
     call: Any
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+    refusals: dict[int, pb.Finished] = field(default_factory=dict)
     started: dict[int, pb.Started] = field(default_factory=dict)
     num_messages: int = 0
 
@@ -112,6 +113,8 @@ class Client:
         self.started |= {start.request_id: start for start in message.started}
         for end in message.finished:
             self.ends[end.request_id, end.choice] = (pb.FinishReason.Name(end.reason)[14:], end.error)
+            if end.refusal:
+                self.refusals[end.request_id] = end
 
     async def read_until_ended(self, *keys: tuple[int, int]) -> None:
         while not self.ends.keys() >= set(keys):
@@ -362,11 +365,32 @@ async def test_drain_refuses_waits_and_reports_what_is_left() -> None:
         await client.submit(3)
         await client.read_until_ended((3, 0), (1, 0))
         assert client.ends[3, 0][0] == "REFUSED"
+        assert client.refusals[3].refusal == pb.REFUSAL_DRAINING
         assert client.ends[1, 0][0] == "LENGTH"
         await client.abort(2)
         answer = await serving.stub.Drain(pb.DrainRequest(timeout_ms=5000))
         assert answer.remaining == 0
         client.call.cancel()
+
+
+async def test_two_gateways_share_one_queue_and_are_told_why_it_is_full() -> None:
+    async with serve(step_s=0.01, max_num_seqs=1, max_num_waiting=6) as serving:
+        one, two = Client(serving.stub.Link()), Client(serving.stub.Link())
+        for number in (1, 2):
+            await one.submit(number, tenant="flood", max_tokens=30)
+        await one.read()
+        for number in (3, 4, 5):
+            await two.submit(number, tenant="flood", max_tokens=30)
+        await two.read_until_ended((5, 0))
+        assert two.refusals[5].refusal == pb.REFUSAL_TENANT_QUEUE_FULL
+        assert two.refusals[5].retry_after_ms > 0
+        await two.submit(6, tenant="other", max_tokens=2)
+        await two.read_until_ended((6, 0))
+        assert two.ends[6, 0] == ("LENGTH", "") and 4 not in two.started, "it did not wait for all of them"
+        await one.read_until_ended((2, 0))
+        await two.read_until_ended((4, 0))
+        one.call.cancel()
+        two.call.cancel()
 
 
 async def test_health_and_reflection() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import random
 import signal
 import struct
@@ -69,6 +70,7 @@ class Choice:
     index: int
     seed: int
     tokens: list[int]
+    ends_at: float
 
 
 def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
@@ -90,7 +92,8 @@ class FakeEngine(EngineServicer):
     """`submits` and `aborts` keep all that was received. `counts` has, by tenant and length of the prompt,
     how many prompts it took and how many tokens it gave.
 
-    While `refusing`, it takes nothing; when set to be `garbled`, its next message breaks the contract.
+    While `refusing`, it takes nothing, and says why and when to come back; when set to be `garbled`, its next
+    message breaks the contract.
     """
 
     engine_id: str
@@ -103,6 +106,8 @@ class FakeEngine(EngineServicer):
     residency: dict[str, str] = field(default_factory=dict)
     port: int = 0
     refusing: bool = False
+    refusal: pb.Refusal = pb.REFUSAL_DRAINING
+    retry_after_ms: int = 0
     garbled: bool = False
     submits: list[pb.Submit] = field(default_factory=list)
     aborts: list[pb.Abort] = field(default_factory=list)
@@ -218,6 +223,8 @@ class FakeEngine(EngineServicer):
         request_id, indexes = submit.request_id, range(len(submit.seeds))
         if self.refusing:
             refusals = [_finished(request_id, index, pb.FINISH_REASON_REFUSED, "busy") for index in indexes]
+            for refused in refusals:
+                refused.refusal, refused.retry_after_ms = self.refusal, self.retry_after_ms
             return pb.LinkResponse(finished=refusals)
         if submit.adapter_digest == FAILING_DIGEST:
             error = "The adapter's logits are not finite."
@@ -226,7 +233,8 @@ class FakeEngine(EngineServicer):
             )
         self._count(submit)[0] += 1
         for index in indexes:
-            choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens))
+            ends_at = time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else math.inf
+            choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens), ends_at)
             choices[request_id, index] = self.running[request_id, index] = choice
         return pb.LinkResponse(
             started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)]
@@ -258,8 +266,10 @@ class FakeEngine(EngineServicer):
             stopped = token in choice.request.stop_token_ids or (
                 token == EOS and not choice.request.ignore_eos
             )
-            if stopped or len(choice.tokens) >= choice.request.max_tokens:
+            is_late = time.monotonic() >= choice.ends_at
+            if stopped or is_late or len(choice.tokens) >= choice.request.max_tokens:
                 reason = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
+                reason = pb.FINISH_REASON_DEADLINE if is_late else reason
                 message.finished.append(_finished(*key, reason, ""))
                 del choices[key]
                 self.running.pop(key, None)

