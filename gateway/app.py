@@ -26,7 +26,9 @@ from gateway.api import (
     uploads,
     usage,
 )
+from gateway.auth import require
 from gateway.bodies import BodyLimit
+from gateway.direct import DirectRoutes
 from gateway.errors import install_error_handling
 from gateway.openapi import DescribedApp
 from gateway.services import Services, open_services
@@ -34,6 +36,10 @@ from gateway.settings import GatewaySettings
 
 ServicesFactory = Callable[[GatewaySettings], AbstractAsyncContextManager[Services]]
 
+_DIRECT = {
+    "/v1/chat/completions": chat.create_chat_completion,
+    "/v1/completions": completions.create_completion,
+}
 # Their bodies may be large, and are read once the caller is known.
 _READ_BY_HANDLERS = frozenset({"/v1/adapters", "/v1/chat/completions", "/v1/completions"})
 _READ_BY_HANDLERS_BELOW = "/v1/adapter-uploads/"
@@ -50,6 +56,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
 
     app = DescribedApp(title="Loraplex", version=version("loraplex"), lifespan=lifespan, redoc_url=None)
     app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS, exempt_below=_READ_BY_HANDLERS_BELOW)
+    app.add_middleware(DirectRoutes, endpoints=_DIRECT, requirement=require("inference"))
     install_error_handling(app)
     for module in (
         chat,

@@ -5,6 +5,7 @@ one per model digest, for as long as the process lives.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import threading
@@ -13,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import Decoder
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
@@ -68,7 +70,7 @@ class ModelTokenizer:
             tokenizer,
             named_tokens=_named_tokens(config),
             template=_template_source(files, config),
-            byte_level=_is_byte_level(json.loads(raw).get("decoder")),
+            byte_level=_is_byte_level(tokenizer.decoder),
         )
 
     def extended(self, effect: TokenizerEffect) -> ModelTokenizer:
@@ -134,8 +136,12 @@ class ModelTokenizer:
     @cached_property
     def _text_bytes(self) -> list[bytes]:
         with self._lock:
-            size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
-            return [b"" if token in self._special else self.token_bytes(token) for token in range(size)]
+            vocabulary = self._tokenizer.get_vocab()
+            table = [b""] * (max(vocabulary.values()) + 1)  # ids may have gaps
+            for name, token in vocabulary.items():
+                if token not in self._special:
+                    table[token] = _bytes_of(name)
+            return table
 
     def warm_up(self) -> None:
         """Builds what is built on first use, so that no request waits for it. Takes some 100 ms."""
@@ -180,7 +186,15 @@ class Tokenizers:
 def _build(files: TokenizerFiles) -> ModelTokenizer:
     tokenizer = ModelTokenizer.from_files(files)
     tokenizer.warm_up()
+    _give_back_memory()
     return tokenizer
+
+
+def _give_back_memory() -> None:
+    """Returns to the system what reading a large file took, some 15 MB: glibc would keep it for later use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _size(token: Mapping[str, Any]) -> int:
@@ -209,15 +223,18 @@ def _template_source(files: TokenizerFiles, config: Mapping[str, Any]) -> str | 
     return template
 
 
-def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
-    while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
-        decoder = decoder["decoders"][0]
-    return bool(decoder) and decoder["type"] == "ByteLevel"
+def _is_byte_level(decoder: Decoder | None) -> bool:
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())  # as in tokenizer.json, which would take far longer to parse
+    while state["type"] == "Sequence" and len(state["decoders"]) == 1:
+        state = state["decoders"][0]
+    return state["type"] == "ByteLevel"
 
 
-def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand
-    for themselves, the others for characters from 256 on.
+def _byte_of_char() -> dict[int, int]:
+    """The alphabet of byte-level BPE, for str.translate: printable bytes stand for themselves, the others for
+    characters from 256 on. Bytes as characters outside of it become one that is no byte.
     """
     printable = [
         *range(ord("!"), ord("~") + 1),
@@ -225,11 +242,12 @@ def _byte_of_char() -> dict[str, int]:
         *range(ord("®"), ord("ÿ") + 1),
     ]
     others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    table = dict.fromkeys(others, _NO_BYTE) | {byte: byte for byte in printable}
+    table.update({256 + index: byte for index, byte in enumerate(others)})
     return table
 
 
+_NO_BYTE = 0xFFFF
 _BYTE_OF_CHAR = _byte_of_char()
 
 
@@ -238,6 +256,6 @@ def _bytes_of(name: str) -> bytes:
     outside the alphabet was added by hand, as text.
     """
     try:
-        return bytes([_BYTE_OF_CHAR[char] for char in name])
-    except KeyError:
+        return name.translate(_BYTE_OF_CHAR).encode("latin-1")
+    except UnicodeEncodeError:
         return name.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,17 +31,24 @@ def gateway(
         str | None,
         typer.Option(help="Folder or s3://bucket/prefix of the adapters' files, as engines have it."),
     ] = None,
+    journal: Annotated[
+        str | None,
+        typer.Option(help="Local folder for what the ledger cannot tell Redis. Default var/journal."),
+    ] = None,
 ) -> None:
     """Run a gateway: the OpenAI API, tenants and keys in front of the engines.
 
-    Each flag may come from the environment instead, as LORAPLEX_HOST, LORAPLEX_PORT, LORAPLEX_REDIS_URL and
-    LORAPLEX_STORE. The first gateway on an empty Redis prints the operator's key, unless
+    Each flag may come from the environment instead, as LORAPLEX_HOST, LORAPLEX_PORT, LORAPLEX_REDIS_URL,
+    LORAPLEX_STORE and LORAPLEX_JOURNAL. The first gateway on an empty Redis prints the operator's key, unless
     LORAPLEX_OPERATOR_KEY holds one.
     """
-    given = {"host": host, "port": port, "redis_url": redis_url, "store": store}
+    gc.disable()  # it would look for garbage among what is imported, over and over: see `_started`
+    given = {"host": host, "port": port, "redis_url": redis_url, "store": store, "journal": journal}
     settings = _settings({key: value for key, value in given.items() if value is not None})
     _check_store(settings)
-    asyncio.run(_serve(settings))
+    import uvloop
+
+    uvloop.run(_serve(settings))
 
 
 def _settings(given: dict[str, Any]) -> GatewaySettings:
@@ -71,10 +79,12 @@ async def _serve(settings: GatewaySettings) -> None:
     import uvicorn
 
     from gateway.app import create_app
+    from gateway.http_protocol import BoundedHttp
+    from gateway.redaction import RedactingFormatter
 
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(logging.WARNING)
     server = uvicorn.Server(
@@ -84,13 +94,14 @@ async def _serve(settings: GatewaySettings) -> None:
             port=settings.port,
             log_config=None,
             access_log=False,
+            http=BoundedHttp,
             ws="none",
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )
     announcing = [
         asyncio.create_task(_announce_operator_key(settings)),
-        asyncio.create_task(_announce_address(server)),
+        asyncio.create_task(_started(server)),
     ]
     try:
         await server.serve()
@@ -101,10 +112,13 @@ async def _serve(settings: GatewaySettings) -> None:
         raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.REFUSED)
 
 
-async def _announce_address(server: uvicorn.Server) -> None:
-    """Logs where the gateway listens, once it does."""
+async def _started(server: uvicorn.Server) -> None:
+    """Logs where the gateway listens, once it does, and has garbage collected from now on."""
     while not server.started:
         await asyncio.sleep(_STARTED_POLL_S)
+    # What is there stays: to walk through it would hold up requests for some 30 ms each time.
+    gc.freeze()
+    gc.enable()
     host, port = server.servers[0].sockets[0].getsockname()[:2]
     logger.info("gateway listens on http://%s:%d", host, port)
 
