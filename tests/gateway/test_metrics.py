@@ -103,6 +103,8 @@ def test_a_heavy_key_is_found_among_very_many_light_ones() -> None:
     top, rng = Top(), random.Random(1)
     for key in "abc":
         top.labels.use(key, 100)
+    for number in range(12):
+        top.labels.use(f"old-{number}", 5)  # as many as are remembered
     for number in range(20_000):
         top.labels.use(f"light-{rng.randrange(5000)}", 1)
         if number % 8 == 0:
@@ -207,13 +209,37 @@ def test_a_label_that_comes_back_goes_on_from_where_it_was() -> None:
     assert value(samples, "loraplex_prompt_tokens_total") == 10 + 300 + 2000
 
 
-def test_a_tenant_called_other_is_not_told_apart_from_the_rest() -> None:
+def test_who_has_requests_under_way_keeps_the_label() -> None:
     metrics = Metrics(labels=1)
-    for tenant in ("a", OTHER, "b"):
-        run(metrics, tenant, OTHER, 10)
+    request = metrics.request("a", "sql", "chat")
+    request.begin()
+    for _ in range(5):
+        run(metrics, "b", "", 1000)  # which would be the heavier tenant
+        run(metrics, "a", "", 1000)  # which would be the heavier adapter
+    assert pairs_in(samples_of(metrics.render().decode())) == {("a", "sql"), ("a", OTHER), (OTHER, OTHER)}
+    request.end("completed", input_tokens=1, cached_tokens=0, output_tokens=1)
+    run(metrics, "b", "", 10_000)
+    assert ("b", "") in pairs_in(samples_of(metrics.render().decode()))
+
+
+def test_totals_keep_what_nobody_remembers() -> None:
+    metrics = Metrics(labels=1)
+    for number in range(12):
+        run(metrics, f"tenant-{number}", "", 3**number)
     samples = samples_of(metrics.render().decode())
-    assert pairs_in(samples) == {("a", OTHER), (OTHER, OTHER)}
-    assert value(samples, "loraplex_tenant_prompt_tokens_total", tenant=OTHER, adapter=OTHER) == 20
+    assert ("tenant-11", "") in pairs_in(samples)
+    assert value(samples, "loraplex_prompt_tokens_total") == sum(3**number for number in range(12))
+    assert value(samples, "loraplex_queue_seconds_count") == 12
+
+
+def test_names_that_mean_the_rest_take_no_place() -> None:
+    metrics = Metrics(labels=1)
+    for tenant in (OTHER, "a", "b"):
+        run(metrics, tenant, OTHER, 10)
+        run(metrics, tenant, "sql", 10)
+    samples = samples_of(metrics.render().decode())
+    assert pairs_in(samples) == {("a", "sql"), ("a", OTHER), (OTHER, OTHER)}
+    assert value(samples, "loraplex_tenant_prompt_tokens_total", tenant=OTHER, adapter=OTHER) == 40
 
 
 def test_a_token_costs_no_look_up(monkeypatch: pytest.MonkeyPatch) -> None:

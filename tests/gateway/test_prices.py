@@ -57,6 +57,13 @@ def test_the_first_rule_that_fits_counts_and_else_the_default(
     assert prices.price(tenant, adapter).output == Decimal(output)
 
 
+def test_no_pattern_of_adapters_means_the_base_model(tmp_path: Path) -> None:
+    rule = '[[rules]]\nadapter = "*"\ninput = 9\noutput = 9\n'
+    text = 'currency = "EUR"\n[default]\ninput = 1\noutput = 1\n' + rule
+    prices = load_prices(written(tmp_path, text))
+    assert (prices.price("acme", "").input, prices.price("acme", "sql").input) == (1, 9)
+
+
 def test_cached_input_has_its_own_price_or_that_of_input(tmp_path: Path) -> None:
     prices = load_prices(written(tmp_path, LIST))
     cost = prices.price("globex", "x").cost(input_tokens=1_000_001, cached_tokens=400_000, output_tokens=3)

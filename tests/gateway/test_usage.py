@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -119,6 +120,7 @@ async def test_rows_are_what_was_used_and_totals_what_rows_add_up_to(
 
 async def test_a_tenant_sees_its_own_and_the_operator_anybodys(plane: ControlPlane) -> None:
     headers = await plane.tenant("acme")
+    admin_of_acme = await plane.tenant("acme", "admin")
     await plane.tenant("idle")
     made = entries(60)
     await settle(plane.services.redis, made)
@@ -135,6 +137,7 @@ async def test_a_tenant_sees_its_own_and_the_operator_anybodys(plane: ControlPla
     assert (await get(plane, "/admin/usage", OPERATOR, tenant="idle"))["data"] == []
     for path, key, status in (
         ("/admin/usage", headers, 403),
+        ("/admin/usage?tenant=globex", admin_of_acme, 403),
         ("/admin/usage?tenant=nobody", OPERATOR, 404),
         ("/v1/usage", OPERATOR, 403),
         ("/v1/usage", {}, 401),
@@ -200,9 +203,11 @@ async def test_single_requests_come_page_by_page_each_once(plane: ControlPlane) 
         assert "tenant" not in row
 
 
-async def test_single_requests_of_an_adapter_a_key_or_a_time(plane: ControlPlane) -> None:
+async def test_single_requests_of_an_adapter_a_key_or_a_time(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     headers = await plane.tenant("acme")
-    made = entries(120, tenants=("acme",))
+    made = entries(450, tenants=("acme",))  # more than are read at a time
     await settle(plane.services.redis, made)
 
     async def ids(**query: Any) -> set[str]:
@@ -217,7 +222,10 @@ async def test_single_requests_of_an_adapter_a_key_or_a_time(plane: ControlPlane
     minute = timedelta(minutes=1)
     assert len(await ids(since=(now - minute).isoformat(), until=(now + minute).isoformat())) == len(made)
     assert not await ids(since=(now + minute).isoformat())
+    monkeypatch.setenv("TZ", "Asia/Tokyo")  # which must not matter
+    time.tzset()
     assert not await ids(until=(now - minute).replace(tzinfo=None).isoformat())
+    assert len(await ids(until=(now + minute).replace(tzinfo=None).isoformat())) == len(made)
 
 
 async def test_csv_holds_the_rows_and_runs_nothing(plane: ControlPlane) -> None:
