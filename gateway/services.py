@@ -102,6 +102,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         ledger = await stack.enter_async_context(
             open_ledger(redis, journal=settings.journal, lease_s=settings.lease_s, days=settings.ledger_days)
         )
+        admissions = Admissions(redis, lease_ms=int(settings.lease_s * 1000), on_refusal=metrics.rejected)
+        admissions.prepare()
         yield Services(
             settings=settings,
             redis=redis,
@@ -117,7 +119,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             templates=templates,
             models=ModelResolver(registry, engines),
             metrics=metrics,
-            admissions=Admissions(redis, lease_ms=int(settings.lease_s * 1000), on_refusal=metrics.rejected),
+            admissions=admissions,
             ledger=ledger,
             usage=UsageReader(redis),
             prices=load_prices(settings.prices) if settings.prices else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -18,7 +17,6 @@ from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import LedgerEntry
 from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
 from gateway.accounts.rules import apply, bound_output, output_tokens_of, rules_of
-from gateway.accounts.settle import OPEN_TENANTS
 from gateway.accounts.windows import ADMIT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
@@ -28,8 +26,9 @@ from protos.engine_pb2 import Submit
 logger = logging.getLogger(__name__)
 
 WINDOW_MS = 60_000
-_ANSWER_TIMEOUT_S = 1.0
 _AWAY_S = 0.5
+_TRIAL_S = 2.0
+"""How long one request may try whether Redis is back, before another does."""
 _MAX_SPENT = 10_000
 
 
@@ -63,14 +62,16 @@ class Admissions:
         """`lease_ms` is how long a request counts as running after its gateway was last heard of.
         `on_refusal` is called with the tenant, the adapter or "", and the kind of limit before each 429.
         """
-        self._redis = redis
         self._ask = ScriptBatches(redis, redis.register_script(ADMIT))
         self._lease_ms = lease_ms
         self._on_refusal = on_refusal
         self._window_ms = window_ms
         self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, subject): its limit, till when
-        self._announced: set[str] = set()
-        self._away_until = 0.0  # time.monotonic()
+        self._away_until = 0.0  # time.monotonic(); 0 while Redis answers
+
+    def prepare(self) -> None:
+        """Begins to connect, so that the first requests need not."""
+        self._ask.prepare()
 
     def refuse_spent(self, caller: Principal, adapter: str = "") -> None:
         """Raises ApiError 429 where Redis has said that a window of requests is used up, until it ends.
@@ -104,7 +105,7 @@ class Admissions:
         `request_id` is the request's own, and `arrived_at` by `time.perf_counter`. `open_ended`: the client
         has not said how long the answer may be; then `max_tokens` of the submits is lowered to what the
         limits allow in all. Raises ApiError: 429 with the limit that refuses, 400 when the request can never
-        be admitted. Waits for Redis for a second at most.
+        be admitted. Waits for Redis as long as a call may take; once that was in vain, not at all.
         """
         rules = rules_of(caller, model.adapter_name)
         input_tokens = sum(len(submit.prompt_tokens) for submit in submits)
@@ -142,11 +143,11 @@ class Admissions:
 
         After a failure one request tries again, after a while; others do not wait for it.
         """
-        now, was_away = time.monotonic(), self._away_until > 0
-        if was_away:
+        if self._away_until:
+            now = time.monotonic()
             if now < self._away_until:
                 return None
-            self._away_until = now + _ANSWER_TIMEOUT_S
+            self._away_until = now + _TRIAL_S
         asked = orjson.dumps(
             {
                 "lease": self._lease_ms,
@@ -155,22 +156,16 @@ class Admissions:
             }
         )
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                await self._announce(entry.tenant)
-                reply = await self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
+            reply = await self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
         except (RedisError, OSError, TimeoutError) as error:
-            if not was_away:
+            if not self._away_until:
                 logger.warning("limits are not held while Redis is away: %s: %s", type(error).__name__, error)
             self._away_until = time.monotonic() + _AWAY_S
             return None
-        self._away_until = 0.0
+        if self._away_until:
+            logger.warning("Redis is back, and limits are held again")
+            self._away_until = 0.0
         return orjson.loads(reply)
-
-    async def _announce(self, tenant_id: str) -> None:
-        """Notes once where open requests may be found. Not in the script, since it is in another slot."""
-        if tenant_id not in self._announced:
-            await self._redis.sadd(OPEN_TENANTS, tenant_id)  # type: ignore[misc]
-            self._announced.add(tenant_id)
 
     def _reset_ms(self, limit: Limit, start_ms: int, now_ms: int) -> int:
         if limit.kind == MONTH_TOKENS:
