@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.registry import AdapterConflict, AdapterNotFound
+from gateway.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,8 @@ def methods_of(error: Exception) -> list[str]:
 def error_body(
     message: str, *, type: str, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """Returns OpenAI's error object."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+    """Returns OpenAI's error object. A key that was sent in a wrong place does not come back whole."""
+    return {"error": {"message": redact(message), "type": type, "param": param, "code": code}}
 
 
 def error_response(error: ApiError) -> Response:

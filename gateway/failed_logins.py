@@ -25,7 +25,7 @@ _DRAIN_S = 6.0
 _FREE = 10.0
 """So many failures are answered at once."""
 _REFUSED = 60.0
-"""From here on the answer is 429, at once. Between the two it waits, longer each time."""
+"""Beyond these the answer is 429, at once. Between the two it waits, longer each time."""
 _MOST = 80.0
 """Failures are counted up to here, so that it is over two minutes after the last."""
 _FIRST_DELAY_S = 0.05
@@ -79,12 +79,12 @@ class FailedLogins:
         own, now = self._failures_of(address), self._clock()
         before = own.count
         count = max(own.add(now), self._all.add(now) / _ALL_TOGETHER)
-        if before < _REFUSED <= own.count:
+        if before <= _REFUSED < own.count:
             logger.warning("many wrong API keys come from %s; it gets 429 for a while", address)
         if count <= _FREE:
             return
         full = self._all.waiting >= _MOST_WAITING or own.waiting >= _MOST_WAITING_OF_ADDRESS
-        if count >= _REFUSED or full:
+        if count > _REFUSED or full:
             raise _too_many(max(1.0, (count - _REFUSED + 1.0) * _DRAIN_S))
         for failures in (own, self._all):
             failures.waiting += 1
