@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MOST_KEPT = 256
+_MOST_ITEMS = 5_000
+"""Parser items of one token. An ambiguous grammar would hold up everybody's step for a second: with this it
+fails within some ten milliseconds, and a JSON schema needs a few hundred."""
 _WORD_BITS = 32
 
 
@@ -113,9 +116,10 @@ class Grammars:
         return grammar
 
     def _compile(self, text: str) -> Grammar:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        limits = LLParserLimits(step_max_items=_MOST_ITEMS)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidGrammar(matcher.get_error())
         return Grammar(matcher, self._num_words)

@@ -27,12 +27,13 @@ def build_submits(
     max_tokens: int | None,
     logprobs: int | None,
     end_tokens: Sequence[int] = (),
+    grammar: str = "",
 ) -> list[Submit]:
     """Returns a Submit per prompt, complete but for the request id.
 
     `max_tokens` None: as many as the model's length leaves. `end_tokens` end an answer beside the model's
-    own. Raises ApiError 400 for a prompt that does not fit, a token that does not exist, or more choices than
-    an engine runs.
+    own; `grammar` is what each choice must fit. Raises ApiError 400 for a prompt that does not fit, a token
+    that does not exist, or more choices than an engine runs.
     """
     count = fields.n or 1
     if 0 < model.info.max_num_seqs < count:
@@ -70,6 +71,7 @@ def build_submits(
                 min_tokens=fields.min_tokens or 0,
                 stop_token_ids=stop_tokens,
                 ignore_eos=bool(fields.ignore_eos),
+                grammar=grammar,
             )
         )
     return submits

@@ -13,6 +13,7 @@ from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
 from gateway.generation import Piece, TokenInfo, Usage
+from gateway.grammars import grammar_of
 from gateway.prompts import chat_prompt
 from gateway.resolve import ResolvedModel
 from gateway.schemas.answers import ChatCompletion, ChatCompletionChunk
@@ -53,6 +54,7 @@ async def create_chat_completion(
         max_tokens=body.token_limit,
         logprobs=body.wanted_logprobs,
         end_tokens=tokenizer.end_tokens,
+        grammar=await grammar_of(body),
     )
     form = ChatFormat(
         model, body.n or 1, tokenizer, logprobs=bool(body.logprobs), include_usage=body.include_usage

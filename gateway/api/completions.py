@@ -12,6 +12,7 @@ from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
 from gateway.generation import Piece, TokenInfo, Usage
+from gateway.grammars import grammar_of
 from gateway.prompts import completion_prompts
 from gateway.resolve import ResolvedModel
 from gateway.schemas.answers import TextCompletion, TextCompletionChunk
@@ -52,6 +53,7 @@ async def create_completion(
         max_tokens=_limit_of(body),
         logprobs=body.logprobs,
         end_tokens=tokenizer.end_tokens,
+        grammar=await grammar_of(body),
     )
     choices = len(prompts) * (body.n or 1)
     form = CompletionFormat(

@@ -9,11 +9,11 @@ from pydantic import ConfigDict, Field, model_validator
 from gateway.schemas.generation import (
     MAX_TOP_LOGPROBS,
     AtMost,
-    GenerationFields,
     StrictModel,
     Unsupported,
     fault,
 )
+from gateway.schemas.structure import StructureFields
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -47,13 +47,7 @@ class ChatMessage(StrictModel):
         return message if self.name is None else message | {"name": self.name}
 
 
-class ResponseFormat(StrictModel):
-    """Free text is the only format supported."""
-
-    type: Literal["text"]
-
-
-class ChatRequest(GenerationFields):
+class ChatRequest(StructureFields):
     """A conversation to be continued by one message."""
 
     model_config = ConfigDict(
@@ -92,7 +86,6 @@ class ChatRequest(GenerationFields):
         False, description="Continue the last message, not the conversation."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
-    response_format: ResponseFormat | None = None
     # Accepted, since they do not change the answer.
     store: bool | None = Field(None, description=_NO_CHANGE)
     service_tier: Literal["auto", "default"] | None = Field(None, description=_NO_CHANGE)

@@ -9,11 +9,11 @@ from pydantic import ConfigDict, Field, model_validator
 from gateway.schemas.generation import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
-    GenerationFields,
     TokenId,
     Unsupported,
     fault,
 )
+from gateway.schemas.structure import StructureFields
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -22,7 +22,7 @@ Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 _Several = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(StructureFields):
     """One or more prompts, as text or as token ids, to be continued."""
 
     model_config = ConfigDict(

@@ -1,0 +1,89 @@
+"""What an answer must fit: from the fields of a body to the grammar that engines hold it to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import lru_cache
+from typing import Any
+
+from gateway.errors import invalid_request
+from gateway.schemas.structure import Structure, StructureFields
+
+_ANY_OBJECT = {"type": "object"}
+# As people and `json.dumps` write it. Free white space would be a way for a model to go on for ever.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_LONGEST_FAULT = 400
+
+
+async def grammar_of(fields: StructureFields) -> str:
+    """Returns the grammar that the answer must fit, as llguidance takes it; "" when it is free.
+
+    Raises ApiError 400 that names the field, and what in it cannot be used.
+    """
+    asked = fields.structure
+    if asked is None:
+        return ""
+    try:
+        return await asyncio.to_thread(_checked, asked)
+    except ValueError as error:
+        fault = " ".join(str(error).split())[:_LONGEST_FAULT]
+        raise invalid_request(
+            f"'{asked.param}' cannot be used: {fault}", param=asked.param, code="invalid_structure"
+        ) from error
+
+
+def _checked(asked: Structure) -> str:
+    """Returns the grammar. Raises ValueError that says why it cannot be used."""
+    grammar = _written(asked.kind, asked.value)
+    if fault := _fault_of(grammar):
+        raise ValueError(fault)
+    return grammar
+
+
+def _written(kind: str, value: Any) -> str:
+    """Returns a structure in llguidance's form: a list of one grammar, as JSON."""
+    from llguidance import LLMatcher  # here, since few need it
+
+    match kind:
+        case "object":
+            return _schema(_ANY_OBJECT)
+        case "json":
+            return _schema(value)
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, value)))
+        case "regex":
+            return LLMatcher.grammar_from_regex(value)
+        case _:
+            return LLMatcher.grammar_from_lark(_as_lark(value))
+
+
+def _schema(schema: dict[str, Any] | bool) -> str:
+    # `true` allows anything, and has no room for an option.
+    spaced = schema | {"x-guidance": _SPACING} if isinstance(schema, dict) else schema
+    return json.dumps({"grammars": [{"json_schema": spaced}]})
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_lark(grammar: str) -> str:
+    """Returns a grammar in Lark; llama.cpp's GBNF is known by its arrows."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark  # here, since few need it
+
+    try:
+        return gbnf_to_lark(grammar)
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+@lru_cache(maxsize=1024)
+def _fault_of(grammar: str) -> str:
+    """Returns why a grammar cannot be used; "" when it can."""
+    from llguidance import LLMatcher  # here, since not every gateway needs it
+
+    return LLMatcher.validate_grammar(grammar)
