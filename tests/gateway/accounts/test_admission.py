@@ -7,11 +7,13 @@ import itertools
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from adapters.registry import AdapterVersion
 from gateway.accounts.admission import Admission, Admissions
 from gateway.accounts.headers import duration
 from gateway.auth import Principal
@@ -23,6 +25,8 @@ from gateway.tenants import PrefixSharing
 from protos.engine_pb2 import ModelInfo, Submit
 
 BASE = ResolvedModel("base", ModelInfo(name="base"))
+SQL_3 = AdapterVersion("acme", "sql", 3, b"\1" * 32, 8, 4, ("q_proj",), None, 0)
+SQL = ResolvedModel("sql@3", BASE.info, SQL_3)
 _ids = itertools.count()
 
 
@@ -51,9 +55,11 @@ class Gate:
             window_ms=window_ms,
         )
 
-    async def admit(self, who: Principal, *submits: Submit, open_ended: bool = False) -> Admission:
+    async def admit(
+        self, who: Principal, *submits: Submit, model: ResolvedModel = BASE, open_ended: bool = False
+    ) -> Admission:
         return await self.admissions.admit(
-            who, BASE, submits or [submit()], request_id=f"r{next(_ids)}", arrived_at=time.perf_counter(),
+            who, model, submits or [submit()], request_id=f"r{next(_ids)}", arrived_at=time.perf_counter(),
             route="chat", open_ended=open_ended,
         )  # fmt: skip
 
@@ -113,6 +119,23 @@ async def test_a_refusal_names_its_limit_and_takes_nothing(
     seconds = int((error.headers or {})["Retry-After"])
     longest = 31 * 86400 if kind == "tokens_per_month" else 60
     assert 1 <= seconds <= longest and (kind != "requests_per_minute" or seconds >= 50)
+
+
+async def test_keys_adapters_and_tenants_have_windows_of_their_own(redis: Redis) -> None:
+    gate, one = Gate(redis), RateLimits(requests_per_minute=1)
+    acme = replace(caller(key=one), adapter_limits={"sql": one})
+    await gate.admit(acme, model=SQL)
+    with pytest.raises(ApiError, match="the key 'k1'"):
+        await gate.admit(acme)
+    other_key = replace(acme, key_id="k2")
+    with pytest.raises(ApiError, match="the adapter 'sql'"):
+        await gate.admit(other_key, model=SQL)
+    with pytest.raises(ApiError, match="the adapter 'sql'"):
+        gate.admissions.refuse_spent(other_key, "sql")
+    gate.admissions.refuse_spent(other_key)
+    await gate.admit(other_key)
+    await gate.admit(replace(acme, tenant_id="globex"), model=SQL)
+    assert gate.rejected[1:] == [("acme", "sql", "requests_per_minute")] * 2
 
 
 async def test_one_limit_that_refuses_leaves_the_others_untouched(redis: Redis) -> None:
