@@ -5,7 +5,6 @@ one per model digest, for as long as the process lives.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import Decoder
 
+from gateway import memory
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
 from gateway.tokenizer_effect import TokenizerEffect, extend
@@ -186,15 +186,8 @@ class Tokenizers:
 def _build(files: TokenizerFiles) -> ModelTokenizer:
     tokenizer = ModelTokenizer.from_files(files)
     tokenizer.warm_up()
-    _give_back_memory()
+    memory.give_back()
     return tokenizer
-
-
-def _give_back_memory() -> None:
-    """Returns to the system what reading a large file took, some 15 MB: glibc would keep it for later use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _size(token: Mapping[str, Any]) -> int:

@@ -16,15 +16,14 @@ should the writer turn out to live, or its journal turn up, that entry is taken 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
-from redis.exceptions import NoScriptError, RedisError
 
+from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import ERRORS, FIELDS, Outcome
 from gateway.accounts.windows import SHARED, root_of
 
@@ -219,7 +218,7 @@ class LedgerScript:
     def __init__(self, redis: Redis, *, lease_ms: int) -> None:
         """`lease_ms`: how long a request counts as running after its last record."""
         self._redis = redis
-        self._script: AsyncScript = redis.register_script(_APPLY)
+        self._script = ScriptBatches(redis, redis.register_script(_APPLY))
         self._lease_ms = lease_ms
         self._listed: set[str] = set()
 
@@ -237,26 +236,22 @@ class LedgerScript:
         for record in records:
             call = calls.setdefault(record.tenant, [])
             call += (str(record.number), record.kind, record.entry)
-        try:
-            return await self._send(writer, calls)
-        except NoScriptError:
-            await self._redis.script_load(self._script.script)
-            return await self._send(writer, calls)
+        await self._list(calls.keys() - self._listed)
+        # One round trip: they are all there before it begins.
+        replies = await asyncio.gather(
+            *(
+                self._script([root_of(tenant)], [writer, str(self._lease_ms), *args])
+                for tenant, args in calls.items()
+            )
+        )
+        return [_text(fault) for faults in replies for fault in faults]
 
-    async def _send(self, writer: str, calls: Mapping[str, Sequence[str]]) -> list[str]:
-        unlisted = calls.keys() - self._listed
-        async with self._redis.pipeline(transaction=False) as pipe:
-            if unlisted:
-                pipe.sadd(OPEN_TENANTS, *unlisted)
-                pipe.sadd(USAGE_TENANTS, *unlisted)
-            for tenant, args in calls.items():
-                pipe.evalsha(self._script.sha, 1, root_of(tenant), writer, self._lease_ms, *args)
-            replies: list[Any] = await pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, RedisError):
-                raise reply
-        self._listed |= unlisted
-        return [_text(fault) for faults in replies[2 * bool(unlisted) :] for fault in faults]
+    async def _list(self, tenants: Set[str]) -> None:
+        """Notes where there is a ledger."""
+        if tenants:
+            for kind in (OPEN_TENANTS, USAGE_TENANTS):
+                await self._redis.sadd(kind, *tenants)  # type: ignore[misc]
+            self._listed |= tenants
 
 
 def _text(value: str | bytes) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway import memory
 from gateway.commands.exits import CommandFailed, Exit
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def gateway(
     LORAPLEX_STORE and LORAPLEX_JOURNAL. The first gateway on an empty Redis prints the operator's key, unless
     LORAPLEX_OPERATOR_KEY holds one.
     """
+    memory.share_one_heap()
     gc.disable()  # it would look for garbage among what is imported, over and over: see `_started`
     given = {"host": host, "port": port, "redis_url": redis_url, "store": store, "journal": journal}
     settings = _settings({key: value for key, value in given.items() if value is not None})
