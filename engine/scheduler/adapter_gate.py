@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.adapter_counters import AdapterHistory
@@ -32,6 +32,7 @@ from engine.adapter_tiers import MAX_LOADS, AdapterTiers, LoadFailed
 from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
+from engine.scheduler.claims import Claim, make_claim
 from engine.scheduler.load_bills import LoadBills
 from engine.scheduler.turns import Leaving
 from engine.step import StepAdapter
@@ -46,16 +47,6 @@ WriteAdapter = Callable[[Sequence[int], Any], Callable[[], bool] | None]
 returns says whether the copy has landed; None: it has."""
 DropAdapter = Callable[[Sequence[int]], None]
 """``Runner.drop_adapter``: gives back what an adapter in these pages has outside them."""
-
-
-@dataclass(slots=True)
-class _Claim:
-    digest: bytes
-    copy: HostCopy
-    victims: frozenset[bytes]
-    suffices: bool
-    """Whether the victims' room is enough. If not, other room is kept for sequences that have yet to run, and
-    the claimant chooses anew when it is asked for next."""
 
 
 class AdapterGate:
@@ -82,7 +73,7 @@ class AdapterGate:
         self._write = write
         self._drop = drop
         self._counters = tiers.counters
-        self._claim: _Claim | None = None
+        self._claim: Claim | None = None
         self._kept: set[bytes] = set()  # placed, and waited for: a reference keeps each until one runs
         self._placements_left = 0
         self._idle = True
@@ -162,16 +153,27 @@ class AdapterGate:
             self._bills.begin(digest, tenant)
             self._tiers.want(digest)
 
-    def is_open(self, digest: bytes, tenant: str, leaving: Callable[[], Mapping[bytes, Leaving]]) -> bool:
+    def is_open(
+        self,
+        digest: bytes,
+        tenant: str,
+        leaving: Callable[[], Mapping[bytes, Leaving]],
+        *,
+        goes_first: bool = False,
+    ) -> bool:
         """Whether a sequence of this adapter may start now. If not, sees to it that one will.
 
         Args:
             tenant: whose sequence it is; it is charged for what it takes to bring the adapter.
             leaving: gives, by adapter, how its running sequences can leave it.
+            goes_first: a claim that stands for another adapter gives way, if this one is here to be placed;
+                the other's sequence claims anew when it is asked for next.
         """
         if not digest:
             return True
         claim = self._claim
+        if goes_first and claim is not None and claim.digest != digest and self._is_here(digest):
+            self._claim = claim = None
         if claim is not None and digest in claim.victims:
             return False
         if self._pages.resident(digest) is None:
@@ -186,8 +188,11 @@ class AdapterGate:
         copy = self._tiers.want(digest)
         may_claim = claim is None or (claim.digest == digest and not claim.suffices)
         if copy is not None and may_claim and self._placements_left:
-            self._claim = self._make_claim(digest, copy, leaving())
+            self._claim = make_claim(self._pages, digest, copy, leaving())
         return False
+
+    def _is_here(self, digest: bytes) -> bool:
+        return self._pages.resident(digest) is not None or self._tiers.has(digest)
 
     def vocab_size(self, digest: bytes) -> int:
         """The tokens that an adapter on the device can read and draw; 0: those of the base model."""
@@ -367,21 +372,6 @@ class AdapterGate:
                 self._tiers.cancel(digest)
 
     # ---- claims -------------------------------------------------------------------------------------
-
-    def _make_claim(self, digest: bytes, copy: HostCopy, leaving: Mapping[bytes, Leaving]) -> _Claim:
-        """Chooses victims: what nobody uses, then of the adapters in use those that can leave soonest,
-        until their room suffices."""
-        pages, ends = self._pages.lacking(copy)
-        victims = self._pages.evictable(copy)
-        for victim in sorted(leaving, key=lambda other: leaving[other].rank):
-            if pages <= 0 and ends <= 0:
-                break
-            room = self._pages.room_of(victim)
-            if self._pages.may_go(victim, copy) and (pages > 0 or room.ends_bytes):
-                victims.add(victim)
-                pages -= room.pages
-                ends -= room.ends_bytes
-        return _Claim(digest, copy, frozenset(victims), suffices=pages <= 0 and ends <= 0)
 
     def _advance_claim(self, num_waiting: Callable[[bytes], int]) -> None:
         for digest in [digest for digest in self._kept if not num_waiting(digest)]:

@@ -235,7 +235,7 @@ class Scheduler:
         """Lets sequences whose turn is over yield what others wait for: pages, seats, and blocks."""
         newcomer = self._newcomer()
         self._num_awaiting = 0 if newcomer is None else self._num_awaiting + 1
-        if self._yield_pages():
+        if self._yield_pages() or newcomer is not None:
             self._gate.take_room(self._waiting.count, idle=not self._running)
         if newcomer is not None and self._is_open(newcomer):
             self._yield_room(newcomer)
@@ -251,13 +251,20 @@ class Scheduler:
             if self._counters.num_running(tenant) or (first and tenant != first.request.tenant):
                 break
             first = first or seq
-            if self._is_open(seq):
+            if self._is_open(seq, goes_first=self._is_claimed_by_others(tenant)):
                 return seq
         return first
 
-    def _is_open(self, seq: Sequence) -> bool:
+    def _is_claimed_by_others(self, tenant: str) -> bool:
+        """Whether a claim stands for a tenant that goes on with other sequences meanwhile."""
+        claim = self._gate.claim
+        claimant = tenant if claim is None else self._waiting.least_served(claim[0])
+        return claimant is not None and claimant != tenant and self._counters.num_running(claimant) > 0
+
+    def _is_open(self, seq: Sequence, *, goes_first: bool = False) -> bool:
         tenant = seq.request.tenant
-        return self._gate.is_open(seq.request.adapter_digest, tenant, partial(self._turns.leaving, tenant))
+        leaving = partial(self._turns.leaving, tenant)
+        return self._gate.is_open(seq.request.adapter_digest, tenant, leaving, goes_first=goes_first)
 
     def _yield_pages(self) -> bool:
         """Lets sequences make room for the adapter that claims their pages. Returns whether any has."""

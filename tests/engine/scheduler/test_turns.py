@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from builders import Engine, digest_of, expected_output, make_engine, make_request
+from virtual_engine import VirtualEngine
 
 from engine.scheduler.turns import LEAST_TURN
+from engine.step import StepPlan
 
 SLACK = 6
 """Steps that a swap takes besides the turn: the load, the claim, the placing, the admission."""
@@ -169,4 +171,59 @@ def test_a_claim_finds_victims_among_those_that_begin_to_run_after_it_was_made()
     steps_until_started(engine, 3)
     assert ("link", 5) not in engine.started, "the page was kept for the one before it"
     assert steps_until_started(engine, 5)[5] <= LEAST_TURN + SLACK
+    engine.close()
+
+
+def test_what_a_deep_queue_has_computed_is_not_lost_to_turns() -> None:
+    """Sixteen adapters in room for eight, and far more requests than the cache holds contexts."""
+    engine = VirtualEngine(num_pages=8, num_blocks=400)
+    computed = 0
+
+    def count(plan: StepPlan) -> None:
+        nonlocal computed
+        computed += sum(len(row.tokens) for row in plan.rows)
+
+    engine.after_step = count
+    for number in range(120):
+        engine.store.add(f"adapter-{number % 16}", 16)
+        request = make_request(
+            [number] * 128, request_id=number, adapter=f"adapter-{number % 16}", max_tokens=160
+        )
+        engine.send(request, 0.0)
+    engine.run()
+    assert all(life.num_tokens == 160 for life in engine.lives.values())
+    assert engine.tiers.counters.yields > 0
+    assert computed <= 1.1 * 120 * (128 + 160)
+
+
+def test_a_crowded_cache_lengthens_no_turn_for_a_tenant_of_which_nothing_runs() -> None:
+    engine = make_engine(num_pages=1, num_blocks=400)
+    bring(engine, "a", "b", "c")
+    engine.scheduler._turns._is_crowded = lambda: True
+    engine.scheduler.add(make_request(60, request_id=0, adapter="a", max_tokens=1000))
+    steps_until_started(engine, 0)
+    engine.scheduler.add(make_request(5, request_id=1, adapter="b", max_tokens=2))
+    for _ in range(2 * LEAST_TURN):
+        engine.step()
+    assert ("link", 1) not in engine.started, "its own tenant's answer would be computed again"
+    engine.scheduler.add(make_request(5, request_id=2, adapter="c", tenant="new", max_tokens=2))
+    assert steps_until_started(engine, 2)[2] <= SLACK, "and the claim that stands gives way"
+    assert ("link", 1) not in engine.started
+    engine.close()
+
+
+def test_a_claim_of_a_tenant_that_runs_gives_way_to_one_of_which_nothing_runs() -> None:
+    """Both pages are in use, by answers whose turns have begun just now, and a third adapter claims one."""
+    engine = make_engine(num_pages=2, num_blocks=400, max_num_seqs=8)
+    bring(engine, "a", "b", "c", "new")
+    for number, name in enumerate("abc"):
+        engine.scheduler.add(make_request(5, request_id=number, adapter=name, max_tokens=1000))
+    steps_until_started(engine, 0, 1)
+    engine.step()
+    assert engine.gate.claim is not None and engine.gate.claim[0] == digest_of("c")
+    engine.scheduler.add(make_request([1] * 5, request_id=3, adapter="new", tenant="new", max_tokens=2))
+    assert steps_until_started(engine, 3) == {3: 1}
+    assert steps_until_started(engine, 2)[2] <= LEAST_TURN + SLACK, "the other claims again"
+    engine.run()
+    engine.check_all_free()
     engine.close()
