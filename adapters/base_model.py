@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adapters.errors import InvalidAdapter, listed
 
@@ -46,7 +46,7 @@ class BaseModelShape:
     """What of a base model an adapter must fit."""
 
     num_layers: int
-    modules: Mapping[str, tuple[int, int]]
+    modules: Mapping[str, tuple[int, int]] = field(hash=False)
     """The linear layers of each decoder layer: ``q_proj`` → (in_features, out_features)."""
     max_lora_rank: int
     vocab_size: int = 0

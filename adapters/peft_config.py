@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from adapters.base_model import EMBEDDING, end_of
@@ -86,7 +86,7 @@ class LoraConfig:
     lora_bias: bool
     modules_to_save: tuple[str, ...]
     """Which ends are trained in full, by their bare names: ``embed_tokens``, ``lm_head``."""
-    token_indices: Mapping[str, tuple[int, ...]]
+    token_indices: Mapping[str, tuple[int, ...]] = field(hash=False)
     """Which rows of an end are trained, by its bare name (of `trainable_token_indices`)."""
     ensure_weight_tying: bool
     invocation_tokens: tuple[int, ...]

@@ -41,31 +41,45 @@ class TensorInfo:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RawHeader:
+    """A header as its file holds it, bounded and not parsed yet, and the file's size in bytes.
+
+    Files whose raw headers are equal differ in nothing but their data.
+    """
+
+    text: bytes
+    file_size: int
+
+
 def read_header(path: Path) -> list[TensorInfo]:
     """The tensors of a safetensors file, in the order of their data. Reads the header only.
 
     Raises `InvalidAdapter` that names the fault; OSError when the file cannot be read.
     """
-    raw, size = _raw_of(path)
-    data_start = 8 + len(raw)
-    entries, _ = _entries(raw)
+    return parse_header(read_raw_header(path))
+
+
+def read_raw_header(path: Path) -> RawHeader:
+    """The header alone. Raises as `read_header`, for faults of its length."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return RawHeader(_read_raw(file.read(8), size, file.read), size)
+
+
+def parse_header(header: RawHeader) -> list[TensorInfo]:
+    """The tensors that a header tells of, as `read_header`. Raises `InvalidAdapter`."""
+    data_start = 8 + len(header.text)
+    entries, _ = _entries(header.text)
     tensors = [_tensor(name, entry, data_start) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    _check_tiling(tensors, data_start, size)
+    _check_tiling(tensors, data_start, header.file_size)
     return tensors
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """What else the header of a safetensors file says. Raises as `read_header`."""
-    raw, _ = _raw_of(path)
-    return _entries(raw)[1]
-
-
-def _raw_of(path: Path) -> tuple[bytes, int]:
-    """The header, and the file's size."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return _read_raw(file.read(8), size, file.read), size
+    return _entries(read_raw_header(path).text)[1]
 
 
 def _read_raw(length_field: bytes, size: int, read: Any) -> bytes:

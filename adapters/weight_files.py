@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from adapters.adapter_files import INDEX_FILE, SMALL_FILES, WEIGHTS_FILE, check_complete, is_weights
 from adapters.errors import InvalidAdapter, shown
 from adapters.layout import StoredTensor
-from adapters.safetensors_header import MAX_TENSORS, read_header
+from adapters.safetensors_header import MAX_TENSORS, RawHeader, parse_header, read_raw_header
 from adapters.strict_json import NotStrictJson, load_object
 
 DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class RawHeaders:
+    """What an adapter's files of weights say of their tensors, not parsed yet.
+
+    Equal ones, which adapters have that one program saved with one config, tell of the same tensors.
+    """
+
+    files: tuple[tuple[str, RawHeader], ...]
+    """By the file's name, in its order."""
+    index: bytes | None
+    """Of shards; None for one file."""
 
 
 def read_tensors(folder: Path) -> list[StoredTensor]:
@@ -19,11 +34,41 @@ def read_tensors(folder: Path) -> list[StoredTensor]:
     Raises `InvalidAdapter`: for a set of files that is not whole, a file that is no safetensors file, a dtype
     that is not served, or an index that does not say what the files hold.
     """
+    tensors = _parsed(_headers(folder))  # one header after the other, since each may have megabytes
+    if not any(tensor.file == WEIGHTS_FILE for tensor in tensors.values()):
+        _check_index(_read_index(folder), tensors)
+    return list(tensors.values())
+
+
+def read_headers(folder: Path) -> RawHeaders:
+    """The headers and the index of an adapter that was checked before: all in memory at once.
+
+    Raises as `read_tensors`, for what shows without parsing them.
+    """
+    headers = tuple(_headers(folder))
+    return RawHeaders(headers, None if headers[0][0] == WEIGHTS_FILE else _read_index(folder))
+
+
+def parse_headers(headers: RawHeaders) -> list[StoredTensor]:
+    """The tensors that the headers tell of, as `read_tensors`. Raises as that."""
+    tensors = _parsed(headers.files)
+    if headers.index is not None:
+        _check_index(headers.index, tensors)
+    return list(tensors.values())
+
+
+def _headers(folder: Path) -> Iterator[tuple[str, RawHeader]]:
     names = sorted(entry.name for entry in folder.iterdir())
     check_complete(names)
-    tensors: dict[str, StoredTensor] = {}
     for file in filter(is_weights, names):
-        for info in read_header(folder / file):
+        yield file, read_raw_header(folder / file)
+
+
+def _parsed(headers: Iterable[tuple[str, RawHeader]]) -> dict[str, StoredTensor]:
+    """By name, in the order of files and of their data."""
+    tensors: dict[str, StoredTensor] = {}
+    for file, header in headers:
+        for info in parse_header(header):
             if info.dtype not in DTYPES:
                 raise InvalidAdapter(
                     f"The tensor {shown(info.name)} has dtype {info.dtype}; save it as one of "
@@ -37,16 +82,17 @@ def read_tensors(folder: Path) -> list[StoredTensor]:
             )
         if len(tensors) > MAX_TENSORS:
             raise InvalidAdapter(f"The shards hold more than {MAX_TENSORS} tensors.")
-    if WEIGHTS_FILE not in names:
-        _check_index(folder, tensors)
-    return list(tensors.values())
+    return tensors
 
 
-def _check_index(folder: Path, tensors: dict[str, StoredTensor]) -> None:
-    limit = SMALL_FILES[INDEX_FILE]
+def _read_index(folder: Path) -> bytes:
     with (folder / INDEX_FILE).open("rb") as file:
-        raw = file.read(limit + 1)
-    if len(raw) > limit or raw.count(b":") > 2 * MAX_TENSORS:  # counted before parsing costs memory
+        return file.read(SMALL_FILES[INDEX_FILE] + 1)
+
+
+def _check_index(raw: bytes, tensors: Mapping[str, StoredTensor]) -> None:
+    # Counted before parsing costs memory.
+    if len(raw) > SMALL_FILES[INDEX_FILE] or raw.count(b":") > 2 * MAX_TENSORS:
         raise InvalidAdapter(f"{INDEX_FILE} is larger than an index can be.", INDEX_FILE)
     try:
         mapping = load_object(raw).get("weight_map")

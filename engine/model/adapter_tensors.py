@@ -37,6 +37,10 @@ class AdapterTensors:
         """Rows ``start`` up to ``end`` of a tensor that may be large."""
         return self.get(tensor)[start:end]
 
+    def file(self, name: str) -> torch.Tensor:
+        """All bytes of a file of weights, uint8."""
+        return torch.frombuffer(self._mapped(name), dtype=torch.uint8)
+
     def _mapped(self, file: str) -> mmap.mmap:
         if file not in self._files:
             with (self._folder / file).open("rb") as handle:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from engine.model import huge_pages
 from engine.model.adapter_ends import AdapterEnds
+from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from kernels.plans import RANK_PAGE
 
 
@@ -22,6 +26,62 @@ class GroupWeights:
     a: torch.Tensor
     b: torch.Tensor
     scales: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """One block of host memory for an adapter's pages.
+
+    Page-locked memory is given out in powers of two, and to lock more of it takes long: with a block for each
+    tensor much would be wasted, and seldom would one be found again.
+
+    Attributes:
+        weights: all groups' A and B, in the model's dtype. scales: float32, all groups'.
+        groups: the same by group; they share memory with the above.
+        nbytes: of the block.
+    """
+
+    weights: torch.Tensor
+    scales: torch.Tensor
+    groups: dict[str, GroupWeights]
+    nbytes: int
+
+    @classmethod
+    def empty(cls, num_pages: int, config: ModelConfig, dtype: torch.dtype, *, pin: bool) -> HostBlock:
+        """All zero; ``pin`` for page-locked memory."""
+        head = (config.num_layers, num_pages)
+        shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+        for group, projections in PROJECTION_GROUPS.items():
+            width, out = config.group_in(group), config.group_splits(group)[-1]
+            shapes[group] = (
+                (*head, len(projections), RANK_PAGE, width),
+                (*head, RANK_PAGE, out),
+                (*head, len(projections)),
+            )
+        sides = [shape for a, b, _ in shapes.values() for shape in (a, b)]
+        weights_bytes = sum(map(math.prod, sides)) * dtype.itemsize
+        nbytes = weights_bytes + sum(math.prod(s) for _, _, s in shapes.values()) * torch.float32.itemsize
+        taken = 1 << (nbytes - 1).bit_length() if pin else nbytes
+        block = torch.zeros(taken, dtype=torch.uint8, pin_memory=True) if pin else huge_pages.zeros(taken)
+        weights = block[:weights_bytes].view(dtype)
+        scales = block[weights_bytes:nbytes].view(torch.float32)
+        of_groups = zip(
+            shapes,
+            *[iter(_cut(weights, sides))] * 2,
+            _cut(scales, [own for _, _, own in shapes.values()]),
+            strict=True,
+        )
+        return cls(weights, scales, {group: GroupWeights(a, b, own) for group, a, b, own in of_groups}, taken)
+
+
+def _cut(flat: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors of these shapes, one behind the other."""
+    tensors, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        tensors.append(flat[start:end].view(shape))
+        start = end
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)

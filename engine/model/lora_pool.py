@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from engine.model import huge_pages
 from engine.model.adapter_weights import HostAdapter
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from kernels.plans import RANK_PAGE, LoraPool
@@ -62,12 +64,19 @@ class _GroupPages:
         self.splits = config.group_splits(group)
         layers, projections = config.num_layers, len(PROJECTION_GROUPS[group])
         width = config.group_in(group)
-        self.a = torch.zeros(layers, num_pages, projections, RANK_PAGE, width, dtype=dtype, device=device)
-        self.b = torch.zeros(layers, num_pages, RANK_PAGE, self.splits[-1], dtype=dtype, device=device)
+        self.a = _zeros((layers, num_pages, projections, RANK_PAGE, width), dtype, device)
+        self.b = _zeros((layers, num_pages, RANK_PAGE, self.splits[-1]), dtype, device)
         self.scales = torch.zeros(layers, num_pages, projections, dtype=torch.float32, device=device)
 
     def layer(self, index: int) -> LoraPool:
         return LoraPool(self.a[index], self.b[index], self.scales[index], self.splits)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Written here already: no step shall wait for the system to find the memory.
+    return huge_pages.zeros(math.prod(shape) * dtype.itemsize).zero_().view(dtype).view(shape)
 
 
 def rank_page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

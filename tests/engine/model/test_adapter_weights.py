@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from adapters.peft_config import LoraConfig
+from adapters.reader import read_config
+from adapters.weight_files import read_headers
+from engine.model.adapter_packing import PackingPlan, packing_plan
 from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
@@ -91,6 +98,51 @@ def test_pages_hold_the_adapter(
                 else:
                     assert adapter.groups[group].scales[layer, :, m].count_nonzero() == 0
                     assert actual.count_nonzero() == 0
+
+
+def test_adapters_that_look_alike_share_a_plan_and_nothing_else(
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path
+) -> None:
+    """The same names and shapes: what differs is the weights, or the config, or its order of targets."""
+    model, network = base
+    folders = [
+        save_adapter(model, tmp_path / str(seed), rank=4, targets=("q_proj", "down_proj"), seed=seed)
+        for seed in (1, 2)
+    ]
+    louder, turned = tmp_path / "louder", tmp_path / "turned"
+    for folder in (louder, turned):
+        shutil.copytree(folders[0], folder)
+        path = folder / "adapter_config.json"
+        config = json.loads(path.read_text())
+        change = (
+            {"lora_alpha": 40} if folder is louder else {"target_modules": config["target_modules"][::-1]}
+        )
+        path.write_text(json.dumps(config | change))
+    first, second, loud, same = (
+        read_adapter(folder, network, pin=False).groups["qkv"] for folder in (*folders, louder, turned)
+    )
+    stored = load_file(folders[1] / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert torch.equal(second.a[1, 0, 0, :4], stored[name]) and not torch.equal(first.a, second.a)
+    assert torch.equal(loud.a, first.a) and torch.equal(loud.scales, 5 * first.scales)
+    assert torch.equal(same.a, first.a) and torch.equal(same.scales, first.scales)
+
+
+def test_plans_are_kept_by_what_decides_them(
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path
+) -> None:
+    model, network = base
+    folder = save_adapter(model, tmp_path / "adapter", rank=4, targets=("q_proj", "down_proj"), seed=1)
+    config, headers = read_config(folder), read_headers(folder)
+
+    def plan(config: LoraConfig, dtype: torch.dtype = torch.float32) -> PackingPlan:
+        return packing_plan(config, headers, network.config, dtype)
+
+    assert isinstance(config.target_modules, tuple)
+    turned = replace(config, target_modules=config.target_modules[::-1], base_model="another/name")
+    assert plan(turned) is plan(config)
+    assert plan(config, torch.bfloat16) is not plan(config)
+    assert plan(replace(config, use_rslora=True)) is not plan(config)
 
 
 def test_writing_overwrites_the_whole_page_and_no_other(
