@@ -104,6 +104,10 @@ _PARAMETERS = {
     "upload_id": ("The id that the upload began with.", "0123456789abcdef0123456789abcdef"),
     "tenant_id": ("A tenant's id.", "acme"),
     "key_id": ("A key's id, which is the middle part of its text.", "0f3a9c1d2e4b"),
+    "limit": ("The most that is listed.", 100),
+    "cursor": ("What the page before said comes next.", "1796000000000-0"),
+    "dry_run": ("Say what would be done, and do nothing.", True),
+    "action": ("`key.revoke`, or `key.` for all that begin so.", "key."),
     "from": ("The number of a version.", 1),
     "to": ("The number of another one; the live one by default.", 2),
 }
@@ -130,16 +134,17 @@ class DescribedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Returns the description. Made once, which takes a while."""
         if self.openapi_schema is None:
-            _complete(super().openapi(), list(self._routes()))
+            _complete(super().openapi(), list(self.described_routes()))
         return super().openapi()
 
     async def _on_wrong_method(self, request: Request, error: Exception) -> Response:
         """Names all methods that the path answers to: Starlette knows those of one route."""
-        found = [route for route in self._routes() if route.matches(request.scope)[0] != Match.NONE]
+        found = [route for route in self.described_routes() if route.matches(request.scope)[0] != Match.NONE]
         allowed = {method for route in found for method in route.methods or ()}
         return error_response(method_not_allowed(request, allowed or methods_of(error)))
 
-    def _routes(self) -> Iterator[APIRoute]:
+    def described_routes(self) -> Iterator[APIRoute]:
+        """Yields all routes that are in the description."""
         for router in self._included:
             yield from (route for route in router.routes if isinstance(route, APIRoute))
 
@@ -168,8 +173,9 @@ def _describe(
 ) -> None:
     """Completes one operation."""
     for parameter in operation.get("parameters", ()):
-        if parameter["name"] in _PARAMETERS:
+        if "description" not in parameter and parameter["name"] in _PARAMETERS:
             parameter["description"], parameter["example"] = _PARAMETERS[parameter["name"]]
+        _drop_null(parameter["schema"])
     for header in description.headers:
         operation.setdefault("parameters", []).append(_header_parameter(header))
     if description.body is not None:
@@ -193,6 +199,14 @@ def _describe(
     for status in _errors_of(operation, description, has_key=has_key):
         responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name_of(status)}"})
     operation["responses"] = responses
+
+
+def _drop_null(schema: dict[str, Any]) -> None:
+    """A parameter that may be absent cannot be null: there is no way to say so in a URL."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind.get("type") != "null"]
+    if len(kinds) == 1:
+        del schema["anyOf"]
+        schema.update(kinds[0])
 
 
 def _errors_of(operation: Mapping[str, Any], description: Description, *, has_key: bool) -> Sequence[int]:

@@ -106,6 +106,9 @@ def _run(
     def check(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and "model" in case.body:
             case.body = case.body | {"model": ADAPTER}
+            case.headers.pop(
+                "X-Request-Timeout", None
+            )  # most are so short that they end in the 504 they ask for
         headers = inhabitants.headers(operation.path)
         case.call_and_validate(inhabitants.stack.url, session, headers, checks=CHECKS, timeout=20)
 

@@ -1,0 +1,111 @@
+"""A stream that does not end well: its engine fails, there is a bug, or the client goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.api.chat import ChatFormat
+from gateway.generation import Piece
+from tests.gateway.fake_engine import MODEL, FakeEngine
+from tests.gateway.local_stack import LocalStack, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
+    """A gateway that gives up at once when its engine is lost."""
+    engine = FakeEngine("engine-1", valkey_url, step_s=0.01)
+    stack = LocalStack(valkey_url, tmp_path / "store", [engine], resume_timeout_s=0)
+    stack.start()
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture
+def client(stack: LocalStack) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {stack.add_tenant('acme')}"}
+    with httpx.Client(base_url=stack.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "a"}]
+    return {"model": MODEL, "messages": messages, "ignore_eos": True, "stream": True, **fields}
+
+
+def events(answer: httpx.Response) -> Iterator[str]:
+    """The data of each event, as it comes."""
+    for line in answer.iter_lines():
+        if line:
+            assert line.startswith("data: ")
+            yield line.removeprefix("data: ")
+
+
+def ends_with_error(got: list[str]) -> dict[str, Any]:
+    """Checks that text came, then an error event, then the mark of the end. Returns the error."""
+    assert len(got) > 3 and got[-1] == "[DONE]"
+    assert all("choices" in json.loads(data) for data in got[:-2])
+    error = json.loads(got[-2])
+    assert set(error) == {"error"} and set(error["error"]) == {"message", "type", "param", "code"}
+    return error["error"]
+
+
+def test_an_engine_that_is_lost_is_an_error_event(stack: LocalStack, client: httpx.Client) -> None:
+    got: list[str] = []
+    with client.stream("POST", CHAT, json=body()) as answer:
+        assert answer.status_code == 200
+        for data in events(answer):
+            got.append(data)
+            if len(got) == 4:
+                stack.call(stack.engines[0].stop())
+    error = ends_with_error(got)
+    assert error["type"] == "server_error" and error["code"] == "engine_unavailable"
+    stack.call(stack.engines[0].start())
+
+
+def test_a_bug_is_an_error_event_without_internals(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk, pieces = ChatFormat.chunk, iter(range(5))
+
+    def failing(form: ChatFormat, piece: Piece) -> bytes:
+        if next(pieces, None) is None:
+            raise RuntimeError("secret detail")
+        return chunk(form, piece)
+
+    monkeypatch.setattr(ChatFormat, "chunk", failing)
+    with client.stream("POST", CHAT, json=body()) as answer:
+        error = ends_with_error(list(events(answer)))
+        assert error["type"] == "server_error" and "secret" not in error["message"]
+    assert caplog.text.count("RuntimeError: secret detail") == 1
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_is_logged_once(
+    stack: LocalStack, client: httpx.Client, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = stack.engines[0]
+    if stream:
+        with client.stream("POST", CHAT, json=body()) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(CHAT, json=body(stream=False), timeout=0.3)
+    wait_until(lambda: not engine.running and "went away" in caplog.text, "the request has ended")
+    lines = [record for record in caplog.records if record.name.startswith(("gateway", "uvicorn"))]
+    said = [record.getMessage() for record in lines if "went away" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("request req_")
+    assert not [record for record in lines if record.levelno > logging.INFO]
