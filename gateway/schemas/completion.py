@@ -34,7 +34,9 @@ class CompletionRequest(StructureFields):
         }
     )
 
-    prompt: str | Tokens | Annotated[list[str], _Several] | Annotated[list[Tokens], _Several]
+    prompt: str | Tokens | Annotated[list[str], _Several] | Annotated[list[Tokens], _Several] = Field(
+        description="A text, token ids, or a list of either."
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives a token.")
     best_of: int | None = Field(None, description="Only the same as `n`.")
     suffix: Unsupported = None
