@@ -105,7 +105,8 @@ def error_body(
     message: str, *, type: str, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
     """Returns OpenAI's error object. A key that was sent in a wrong place does not come back whole."""
-    return {"error": {"message": redact(message), "type": type, "param": param, "code": code}}
+    named = redact(param) if param else None
+    return {"error": {"message": redact(message), "type": type, "param": named, "code": code}}
 
 
 def error_response(error: ApiError) -> Response:
