@@ -23,6 +23,7 @@ from gateway.api import (
     health,
     models,
     pulls,
+    tokens,
     uploads,
     usage,
 )
@@ -41,7 +42,9 @@ _DIRECT = {
     "/v1/completions": completions.create_completion,
 }
 # Their bodies may be large, and are read once the caller is known.
-_READ_BY_HANDLERS = frozenset({"/v1/adapters", "/v1/chat/completions", "/v1/completions"})
+_READ_BY_HANDLERS = frozenset(
+    {"/v1/adapters", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
+)
 _READ_BY_HANDLERS_BELOW = "/v1/adapter-uploads/"
 
 
@@ -62,6 +65,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         chat,
         completions,
         models,
+        tokens,
         adapters,
         uploads,
         pulls,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gateway.chat_template import ChatTemplateError
 from gateway.errors import invalid_request
 from gateway.resolve import ResolvedModel
-from gateway.schemas.chat import ChatRequest
+from gateway.schemas.chat import Conversation
 from gateway.schemas.completion import CompletionRequest
 from gateway.submission import check_prompt_tokens, too_long
 from gateway.template_host import TemplateHost
@@ -25,7 +25,7 @@ _MESSAGE = 50
 
 
 async def chat_prompt(
-    body: ChatRequest, tokenizer: ModelTokenizer, model: ResolvedModel, templates: TemplateHost
+    body: Conversation, tokenizer: ModelTokenizer, model: ResolvedModel, templates: TemplateHost
 ) -> list[int]:
     """Returns a conversation's tokens. Raises ApiError 400
     when the template refuses it, or it is far too long.
@@ -67,12 +67,22 @@ async def completion_prompts(
     return prompts
 
 
+async def text_tokens(
+    text: str, tokenizer: ModelTokenizer, model: ResolvedModel, *, add_special_tokens: bool
+) -> list[int]:
+    """Returns a text's tokens, of which there may be none. Raises ApiError 400 when it is far too long."""
+    return await _run(
+        lambda: _encode(tokenizer, text, model.info, add_special_tokens=add_special_tokens),
+        short=len(text) <= _SHORT,
+    )
+
+
 async def _run(work: Callable[[], Result], *, short: bool) -> Result:
     """Runs the work in a thread, or here where it is `short`."""
     return work() if short else await asyncio.to_thread(work)
 
 
-def _template_options(body: ChatRequest) -> dict[str, Any]:
+def _template_options(body: Conversation) -> dict[str, Any]:
     add_generation_prompt = body.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not body.continue_final_message

@@ -41,7 +41,7 @@ def build_submits(
         raise invalid_request(message, param="n")
     sampling = _sampling(fields, model.vocab_size, logprobs)
     stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
-    _check_tokens(stop_tokens, model.vocab_size, "stop_token_ids")
+    check_tokens(stop_tokens, model.vocab_size, "stop_token_ids")
     if not fields.ignore_eos:
         stop_tokens += [token for token in end_tokens if token not in stop_tokens]
     scope = cache_scope(caller, fields.cache_salt)
@@ -79,7 +79,7 @@ def build_submits(
 
 def check_prompt_tokens(prompt: Sequence[int], model: ResolvedModel) -> None:
     """Raises ApiError 400 when a client's own token ids are not in the vocabulary."""
-    _check_tokens(prompt, model.vocab_size, "prompt")
+    check_tokens(prompt, model.vocab_size, "prompt")
 
 
 def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:
@@ -123,7 +123,7 @@ def _adapter_for(prompt: Sequence[int], model: ResolvedModel) -> tuple[bytes, in
 
 def _sampling(fields: GenerationFields, vocab_size: int, logprobs: int | None) -> Sampling:
     bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
-    _check_tokens(list(bias), vocab_size, "logit_bias")
+    check_tokens(list(bias), vocab_size, "logit_bias")
     top_p = 1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P)
     return Sampling(
         temperature=1.0 if fields.temperature is None else fields.temperature,
@@ -139,7 +139,8 @@ def _sampling(fields: GenerationFields, vocab_size: int, logprobs: int | None) -
     )
 
 
-def _check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError 400 that names `param` when one of a client's token ids does not exist."""
     largest = max(tokens, default=0)
     if largest >= vocab_size:
         raise invalid_request(

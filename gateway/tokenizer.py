@@ -116,7 +116,8 @@ class ModelTokenizer:
         (a BOS token, for some); a rendered chat template already holds it.
         Takes time in proportion to the text, without the interpreter lock.
         """
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The fast one keeps no offsets, which for a long text takes most of the time, and memory.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decoder(self) -> TokenDecoder:
         """Returns a decoder for the tokens of one choice, without special tokens."""
@@ -132,6 +133,10 @@ class ModelTokenizer:
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             return bytes.fromhex(name[3:5])
         return name.replace("▁", " ").encode()
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Returns what tokens stand for; bytes that are no whole character become U+FFFD."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     @cached_property
     def _text_bytes(self) -> list[bytes]:

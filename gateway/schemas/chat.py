@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`."""
+"""A conversation, and the body of `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,32 @@ class ChatMessage(StrictModel):
         return message if self.name is None else message | {"name": self.name}
 
 
-class ChatRequest(StructureFields):
+Messages = Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
+
+
+class Conversation(StrictModel):
+    """Messages, and how the model's chat template makes a prompt of them."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = Field(None, description="As `apply_chat_template` has it.")
+    continue_final_message: bool = Field(
+        False, description="Continue the last message, not the conversation."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
+
+    @model_validator(mode="after")
+    def _template_options_agree(self) -> Conversation:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise fault("continue_final_message", "it excludes 'add_generation_prompt': true")
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(
+            self.chat_template_kwargs or {}
+        )
+        if reserved:
+            raise fault("chat_template_kwargs", f"'{sorted(reserved)[0]}' cannot be set here")
+        return self
+
+
+class ChatRequest(Conversation, StructureFields):
     """A conversation to be continued by one message."""
 
     model_config = ConfigDict(
@@ -75,17 +100,11 @@ class ChatRequest(StructureFields):
         }
     )
 
-    messages: Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, description="Wins over `max_tokens`.")
     logprobs: bool | None = Field(False, description="Give the tokens with their logprobs.")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives a token; needs `logprobs`."
     )
-    add_generation_prompt: bool | None = Field(None, description="As `apply_chat_template` has it.")
-    continue_final_message: bool = Field(
-        False, description="Continue the last message, not the conversation."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
     # Accepted, since they do not change the answer.
     store: bool | None = Field(None, description=_NO_CHANGE)
     service_tier: Literal["auto", "default"] | None = Field(None, description=_NO_CHANGE)
@@ -109,13 +128,6 @@ class ChatRequest(StructureFields):
     def _chat_fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise fault("top_logprobs", "it needs 'logprobs': true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise fault("continue_final_message", "it excludes 'add_generation_prompt': true")
-        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(
-            self.chat_template_kwargs or {}
-        )
-        if reserved:
-            raise fault("chat_template_kwargs", f"'{sorted(reserved)[0]}' cannot be set here")
         return self
 
     @property

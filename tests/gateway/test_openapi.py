@@ -18,6 +18,7 @@ from gateway.app import create_app
 from gateway.described import EVENTS, JSON, Description, description_of
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completion import CompletionRequest
+from gateway.schemas.tokens import Detokenize, Tokenize
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.inhabited import OPERATOR_KEY, Inhabitants
@@ -194,11 +195,16 @@ def fields_in(section: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "heading"),
-    [(ChatRequest, "### `POST /v1/chat/completions`"), (CompletionRequest, "### `POST /v1/completions`")],
+    ("kind", "headings"),
+    [
+        (ChatRequest, ["## Both completions", "### `POST /v1/chat/completions`"]),
+        (CompletionRequest, ["## Both completions", "### `POST /v1/completions`"]),
+        (Tokenize, ["### `POST /tokenize`"]),
+        (Detokenize, ["### `POST /detokenize`"]),
+    ],
 )
-def test_the_page_names_every_field_and_no_other(kind: type[BaseModel], heading: str) -> None:
-    assert fields_in("## Both completions") | fields_in(heading) == set(kind.model_fields)
+def test_the_page_names_every_field_and_no_other(kind: type[BaseModel], headings: list[str]) -> None:
+    assert set().union(*map(fields_in, headings)) == set(kind.model_fields)
     for name, field in kind.model_fields.items():
         described = DOCUMENT["components"]["schemas"][kind.__name__]["properties"][name]
         assert field.description or "description" in described or "$ref" in str(described), name
