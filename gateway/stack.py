@@ -70,6 +70,11 @@ class StackPlan:
         """Where adapters' files are kept."""
         return self.data_dir / "store"
 
+    @property
+    def journal(self) -> Path:
+        """Where the gateway keeps what Redis does not take."""
+        return self.data_dir / "journal"
+
 
 class Child:
     """One supervised process: started, watched, started again, stopped."""
@@ -254,6 +259,8 @@ def plan_children(plan: StackPlan) -> list[list[ChildSpec]]:
         plan.host,
         "--port",
         str(plan.port),
+        "--journal",
+        str(plan.journal),
         *shared,
     ]
     stages.append(

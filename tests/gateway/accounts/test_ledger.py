@@ -103,20 +103,25 @@ async def test_an_entry_has_its_fields_and_is_in_the_sums(redis: Redis, tmp_path
 
 async def test_records_that_meet_share_a_round_trip(redis: Redis, tmp_path: Path) -> None:
     calls: list[int] = []
+    all_there = asyncio.Event()
 
-    class Counting(LedgerScript):
+    class Slow(LedgerScript):
         async def apply(self, writer: str, records: Sequence[Record]) -> list[str]:
             calls.append(len(records))
+            await all_there.wait()
             return await super().apply(writer, records)
 
-    writer = LedgerWriter(Counting(redis, lease_ms=1000), tmp_path)
+    writer = LedgerWriter(Slow(redis, lease_ms=1000), tmp_path)
     writer.start()
-    for number in range(100):
+    writer.end(entry("r0"))
+    await until(lambda: bool(calls))
+    for number in range(1, 100):
         writer.end(entry(f"r{number}"))
-        await asyncio.sleep(0)
+    all_there.set()
     assert await writer.written(5)
     await writer.close()
-    assert sum(calls) == 100 and len(calls) <= 3
+    assert calls == [1, 99]
+    assert len(await ledger_of(redis)) == 100
 
 
 async def test_a_script_that_redis_has_forgotten_is_sent_again(redis: Redis, tmp_path: Path) -> None:
@@ -300,6 +305,38 @@ async def test_a_reaper_settles_what_was_recorded_and_only_after_a_while(redis: 
     assert not await redis.exists(
         "loraplex:{acme}:open", "loraplex:{acme}:progress", "loraplex:{acme}:leases"
     )
+
+
+async def test_what_a_reaper_wrote_for_a_request_that_lives_is_taken_back(redis: Redis) -> None:
+    apply = LedgerScript(redis, lease_ms=-60_000).apply
+    reap = redis.register_script(REAP)
+
+    async def steps(number: int, kind: Kind, tokens: int) -> int:
+        wire = entry("r", input_tokens=10, output_tokens=tokens).to_wire()
+        assert await apply("w", [Record(number, "acme", kind, wire)]) == []
+        seconds, _ = await redis.time()
+        return await reap(keys=["loraplex:{acme}"], args=[seconds * 1000])
+
+    for number, tokens in ((1, 4), (2, 6)):
+        assert await steps(number, Kind.PROGRESS, tokens) == 1
+        assert [each.output_tokens for each in await ledger_of(redis)] == [tokens]
+    assert await steps(3, Kind.END, 9) == 0
+    assert [each.output_tokens for each in await ledger_of(redis)] == [9]
+    assert await redis.get("loraplex:{acme}:month:2026-11") == b"19"
+    values: Any = await redis.hgetall(USAGE)  # type: ignore[misc]
+    assert {name.decode().split("\x1f")[-1]: int(value) for name, value in values.items()} == {
+        "requests": 1, "errors": 1, "input_tokens": 10, "output_tokens": 9,
+    }  # fmt: skip
+
+
+async def test_a_batch_that_is_sent_again_much_later_is_applied_once(redis: Redis) -> None:
+    batch = [record(1, "r1", 3), record(2, "r2", 4)]
+    assert await script(redis).apply("w", batch) == []
+    await redis.delete("loraplex:{acme}:closed:r1", "loraplex:{acme}:closed:r2")  # as they expire
+    assert await script(redis).apply("w", [*batch, record(3, "r3", 5)]) == []
+    assert [each.output_tokens for each in await ledger_of(redis)] == [3, 4, 5]
+    assert await script(redis).apply("other", [record(1, "r4", 6)]) == []
+    assert len(await ledger_of(redis)) == 4
 
 
 async def test_a_reaper_that_lost_redis_begins_to_wait_anew(redis: Redis, no_redis: Redis) -> None:
