@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from adapters.registry import AdapterVersion
 from gateway.accounts.admission import Admission, Admissions
@@ -206,6 +207,14 @@ async def test_spent_requests_are_forgotten_when_their_window_is_over(redis: Red
     assert (await gate.admit(who)).admitted
 
 
+async def test_a_refusal_for_other_reasons_is_not_remembered(redis: Redis) -> None:
+    gate, who = Gate(redis), caller(RateLimits(requests_per_minute=9, output_tokens_per_minute=20))
+    await gate.admit(who)
+    with pytest.raises(ApiError, match="output tokens"):
+        await gate.admit(who)
+    gate.admissions.refuse_spent(who)
+
+
 async def test_an_answer_without_a_length_reserves_what_the_limit_allows_at_most(redis: Redis) -> None:
     gate, who = Gate(redis), caller(RateLimits(output_tokens_per_minute=100))
     open_ended = [submit(10, 2000, choices=2), submit(10, 30, choices=1)]
@@ -259,6 +268,28 @@ async def test_while_redis_is_away_all_are_admitted_and_only_some_ask() -> None:
         admitted = [await gate.admit(who) for _ in range(200)]
         assert not any(each.admitted for each in admitted)
         assert 1 <= len(asked) < 100
+
+
+async def test_one_request_tries_whether_redis_is_back_and_the_others_do_not_wait(redis: Redis) -> None:
+    gate, who = Gate(redis), caller(RateLimits(requests_per_minute=1))
+    asked, silent = [0], asyncio.Event()
+
+    async def ask(*_: Any) -> Any:
+        asked[0] += 1
+        if asked[0] > 1:
+            await silent.wait()
+        raise RedisTimeoutError
+
+    gate.admissions._ask = ask  # type: ignore[assignment]
+    assert not (await gate.admit(who)).admitted
+    await asyncio.sleep(0.55)
+    trial = asyncio.create_task(gate.admit(who))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        assert not any([(await gate.admit(who)).admitted for _ in range(20)])
+    assert asked == [2] and not trial.done()
+    silent.set()
+    assert not (await trial).admitted
 
 
 async def test_limits_hold_again_when_redis_is_back(valkey_url: str) -> None:
