@@ -19,6 +19,9 @@ enum {
     PACKED_TILES = 8,  /* packed at once: rows of y lie far apart, so a visit to one should be long */
     EXPAND_VECTORS = 4,
     COLUMN_TILE = EXPAND_VECTORS * 16,
+    WIDE_TILE = 4 * COLUMN_TILE,
+    WIDE_FROM = 4, /* wide tiles to a thread, for their shares to be alike */
+    LINE_ELEMENTS = 64 / sizeof(element),
     PARALLEL_FROM = 1 << 15, /* multiplications */
 };
 
@@ -30,7 +33,7 @@ typedef struct {
     const int64_t *splits;
     const int32_t *rows, *segment_starts, *segment_pages, *segment_ranks;
     long num_segments, max_pages, num_projections, in, out;
-    long threads; /* that share the tiles: a thread's next tile lies so many tiles on */
+    long threads; /* that share the tiles */
 } Problem;
 
 ALWAYS_INLINE long live_ranks(const Problem *p, long segment, long page) {
@@ -58,55 +61,71 @@ ALWAYS_INLINE void dot_step(const element **x, int rows, const element **rank, l
     }
 }
 
-/* `rows` rows times up to SHRINK_RANKS rank rows; a row or rank beyond the last repeats it. */
-ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, const element *a, long ranks,
-                                f32x16 *acc) {
-    const element *rank[SHRINK_RANKS];
-    for (int k = 0; k < SHRINK_RANKS; k++) rank[k] = a + least(k, ranks - 1) * p->in;
+/* Up to SHRINK_RANKS rank rows of a projection's A in a page, and the rows of x that they meet. */
+typedef struct {
+    long segment, page, projection, rank, first, last;
+} ShrinkTile;
+
+/* The tile's rank rows; one beyond the last repeats it. */
+ALWAYS_INLINE long rank_rows(const Problem *p, const ShrinkTile *t, const element **rank) {
+    long id = p->segment_pages[t->segment * p->max_pages + t->page];
+    long ranks = least(SHRINK_RANKS, live_ranks(p, t->segment, t->page) - t->rank);
+    const element *a = p->a + ((id * p->num_projections + t->projection) * RANK_PAGE + t->rank) * p->in;
+    for (long k = 0; k < SHRINK_RANKS; k++) rank[k] = a + least(k, ranks - 1) * p->in;
+    return ranks;
+}
+
+/* `rows` rows (one beyond the last repeats it) times rank rows; meanwhile those `ahead` come into the cache. */
+ALWAYS_INLINE void dot_products(const Problem *p, const element **x, int rows, const element **rank,
+                                const element **ahead, f32x16 *acc) {
     for (int i = 0; i < rows * SHRINK_RANKS; i++) acc[i] = splat(0);
-    long whole = p->in / WORD_ELEMENTS * WORD_ELEMENTS, ahead = p->threads * SHRINK_RANKS * p->in;
+    long whole = p->in / WORD_ELEMENTS * WORD_ELEMENTS;
     for (long d = 0; d < whole; d += WORD_ELEMENTS) {
 #pragma GCC unroll 8
-        for (int k = 0; k < SHRINK_RANKS; k++) __builtin_prefetch(rank[k] + d + ahead, 0, 2);
+        for (int k = 0; k < SHRINK_RANKS; k++) __builtin_prefetch(ahead[k] + d, 0, 2);
         dot_step(x, rows, rank, d, WORD_ELEMENTS, acc);
     }
     if (whole < p->in) dot_step(x, rows, rank, whole, p->in - whole, acc);
 }
 
-static void shrink_tile(const Problem *p, long segment, long page, long projection, long first_rank,
-                        long first, long last) {
-    float scale = scale_of(p, segment, page, projection);
-    long id = p->segment_pages[segment * p->max_pages + page];
-    long ranks = least(SHRINK_RANKS, live_ranks(p, segment, page) - first_rank);
-    const element *a = p->a + ((id * p->num_projections + projection) * RANK_PAGE + first_rank) * p->in;
-    for (long entry = first; entry < last; entry += SHRINK_ROWS) {
-        long rows = least(SHRINK_ROWS, last - entry);
+/* `next` is the tile that this thread will take then. */
+static void shrink_tile(const Problem *p, const ShrinkTile *t, const ShrinkTile *next) {
+    float scale = scale_of(p, t->segment, t->page, t->projection);
+    const element *rank[SHRINK_RANKS], *ahead[SHRINK_RANKS];
+    long ranks = rank_rows(p, t, rank);
+    rank_rows(p, next, ahead);
+    for (long entry = t->first; entry < t->last; entry += SHRINK_ROWS) {
+        long rows = least(SHRINK_ROWS, t->last - entry);
         const element *x[SHRINK_ROWS];
         f32x16 acc[SHRINK_ROWS * SHRINK_RANKS];
         for (long r = 0; r < rows; r++) x[r] = p->x + p->rows[entry + r] * p->in;
         if (rows == SHRINK_ROWS)
-            dot_products(p, x, SHRINK_ROWS, a, ranks, acc);
+            dot_products(p, x, SHRINK_ROWS, rank, ahead, acc);
         else
-            dot_products(p, x, 1, a, ranks, acc);
+            dot_products(p, x, 1, rank, ahead, acc);
         for (long r = 0; r < rows; r++) {
-            float *out = shrunk_row(p, entry + r, page, projection) + first_rank;
+            float *out = shrunk_row(p, entry + r, t->page, t->projection) + t->rank;
             for (long k = 0; k < ranks; k++) out[k] = sum_lanes(acc[r * SHRINK_RANKS + k]) * scale;
         }
     }
 }
 
-/* This thread's share of the tiles: they are dealt in turn. */
+/* This thread's share of the tiles: they are dealt in turn. Each is computed when the next is known. */
 static void shrink(const Problem *p, long thread) {
     long turn = 0;
+    ShrinkTile found = {.segment = -1};
     for (long n = 0; n < p->num_segments; n++)
         for (long page = 0; page < p->max_pages; page++)
             for (long m = 0; m < p->num_projections; m++)
                 for (long rank = 0; rank < live_ranks(p, n, page); rank += SHRINK_RANKS)
                     for (long first = p->segment_starts[n], last; first < p->segment_starts[n + 1]; first = last) {
                         last = least(first + ROW_TILE, p->segment_starts[n + 1]);
-                        if (turn++ % p->threads == thread && scale_of(p, n, page, m) != 0)
-                            shrink_tile(p, n, page, m, rank, first, last);
+                        if (turn++ % p->threads != thread || scale_of(p, n, page, m) == 0) continue;
+                        ShrinkTile next = {n, page, m, rank, first, last};
+                        if (found.segment >= 0) shrink_tile(p, &found, &next);
+                        found = next;
                     }
+    if (found.segment >= 0) shrink_tile(p, &found, &found);
 }
 
 /* y[rows of entries, columns from `column` on] += their shrunk rows times the segment's B. */
@@ -121,9 +140,6 @@ ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, 
         const float *v[EXPAND_ROWS];
         for (int r = 0; r < rows; r++) v[r] = shrunk_row(p, entry + r, page, projection);
         for (long k = 0; k < live; k++) {
-            const element *next = b + k * p->out + p->threads * COLUMN_TILE;
-            __builtin_prefetch(next, 0, 2);
-            __builtin_prefetch(next + COLUMN_TILE / 2, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < EXPAND_VECTORS; c++) {
                 f32x16 weights = load_part(b + k * p->out + c * 16, width - c * 16);
@@ -151,11 +167,32 @@ ALWAYS_INLINE void expand_columns(const Problem *p, long segment, long projectio
         }
 }
 
-static void expand_tile(const Problem *p, long segment, long projection, long column, long width) {
-    if (width == COLUMN_TILE)
-        expand_columns(p, segment, projection, column, COLUMN_TILE);
-    else
-        expand_columns(p, segment, projection, column, width);
+/* Some columns of a projection, of all rows of a segment. */
+typedef struct {
+    long segment, projection, column, width;
+} ExpandTile;
+
+/* Brings a tile's B into the cache, from the `column`-th of its columns on: as many as are computed at once. */
+ALWAYS_INLINE void prefetch_columns(const Problem *p, const ExpandTile *t, long column) {
+    if (column >= t->width) return;
+    for (long page = 0; page < p->max_pages; page++) {
+        long live = live_ranks(p, t->segment, page), id = p->segment_pages[t->segment * p->max_pages + page];
+        for (long k = 0; k < live; k++) {
+            const element *b = p->b + (id * RANK_PAGE + k) * p->out + t->column + column;
+            for (long i = 0; i < COLUMN_TILE; i += LINE_ELEMENTS) __builtin_prefetch(b + i, 0, 2);
+        }
+    }
+}
+
+/* `next` is the tile that this thread will take then. */
+static void expand_tile(const Problem *p, const ExpandTile *t, const ExpandTile *next) {
+    for (long column = 0; column < t->width; column += COLUMN_TILE) {
+        prefetch_columns(p, next, column);
+        if (t->width - column >= COLUMN_TILE)
+            expand_columns(p, t->segment, t->projection, t->column + column, COLUMN_TILE);
+        else
+            expand_columns(p, t->segment, t->projection, t->column + column, t->width - column);
+    }
 }
 
 /* B's words in a page's tile of columns: two neighbouring rank rows to a word where a word has room. */
@@ -254,16 +291,28 @@ static int is_long(const Problem *p, long segment) {
            p->max_pages <= PACKED_PAGES;
 }
 
+/* Columns to a tile. Wide ones let a page's B stream from memory; narrow ones are enough for all threads. */
+static long expand_width(const Problem *p) {
+    long wide = p->num_segments * p->out / WIDE_TILE;
+    return wide >= WIDE_FROM * p->threads ? WIDE_TILE : COLUMN_TILE;
+}
+
+/* This thread's share, as of shrink. */
 static void expand(const Problem *p, long thread) {
-    long turn = 0;
+    long turn = 0, width = expand_width(p);
+    ExpandTile found = {.segment = -1};
     for (long n = 0; n < p->num_segments; n++)
         if (is_long(p, n))
             expand_long(p, n, thread);
         else
             for (long m = 0; m < p->num_projections; m++)
-                for (long column = p->splits[m]; column < p->splits[m + 1]; column += COLUMN_TILE)
-                    if (turn++ % p->threads == thread)
-                        expand_tile(p, n, m, column, least(COLUMN_TILE, p->splits[m + 1] - column));
+                for (long column = p->splits[m]; column < p->splits[m + 1]; column += width) {
+                    if (turn++ % p->threads != thread) continue;
+                    ExpandTile next = {n, m, column, least(width, p->splits[m + 1] - column)};
+                    if (found.segment >= 0) expand_tile(p, &found, &next);
+                    found = next;
+                }
+    if (found.segment >= 0) expand_tile(p, &found, &found);
 }
 
 /* Shrink where x is given, expand where y is given. Shapes are as in LoraPlan and LoraPool. */
