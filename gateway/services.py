@@ -21,6 +21,7 @@ from gateway.engine_client import EngineFleet
 from gateway.engine_metrics import EngineMetrics
 from gateway.housekeeping import housekeeping
 from gateway.keys import Keys
+from gateway.ledger_metrics import LedgerMetrics
 from gateway.metrics import Metrics
 from gateway.own_tokenizers import OwnTokenizers
 from gateway.prices import PriceList, load_prices
@@ -98,9 +99,11 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
         await engines.start()
         stack.push_async_callback(engines.close)
-        metrics = Metrics(EngineMetrics(engines.leases), labels=settings.metrics_labels)
         ledger = await stack.enter_async_context(
             open_ledger(redis, journal=settings.journal, lease_s=settings.lease_s, days=settings.ledger_days)
+        )
+        metrics = Metrics(
+            EngineMetrics(engines.leases), LedgerMetrics(ledger.writer), labels=settings.metrics_labels
         )
         admissions = Admissions(redis, lease_ms=int(settings.lease_s * 1000), on_refusal=metrics.rejected)
         admissions.prepare()
