@@ -27,7 +27,7 @@ async def list_audit(
     caller: Admin,
     since: Time = None,
     until: Time = None,
-    tenant: Annotated[str | None, Query(max_length=63)] = None,
+    tenant: Annotated[str | None, Query(max_length=63, description="Only what concerns it.")] = None,
     action: Annotated[
         str | None, Query(max_length=64, description="`key.revoke`, or `key.` for all that begin so.")
     ] = None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Query, Request
 
 from adapters import lifecycle
 from adapters.registry import AdapterNotFound
@@ -92,7 +92,10 @@ async def update_tenant(
 @router.delete("/{tenant_id}")
 @described(TenantDeleted | TenantDeletion)
 async def delete_tenant(
-    tenant_id: PathTenant, request: Request, caller: Operator, dry_run: bool = False
+    tenant_id: PathTenant,
+    request: Request,
+    caller: Operator,
+    dry_run: Annotated[bool, Query(description="Only say what would go.")] = False,
 ) -> dict[str, Any]:
     """Deletes a tenant with its keys and adapters, and says which these were; with `dry_run`, which they are.
 
