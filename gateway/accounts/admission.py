@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import LedgerEntry
 from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
-from gateway.accounts.rules import apply, bound_output, output_tokens_of, rules_of
+from gateway.accounts.rules import bound_output, limits_for, output_tokens_of, rules_of
 from gateway.accounts.windows import ADMIT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
@@ -25,7 +25,7 @@ from protos.engine_pb2 import Submit
 
 logger = logging.getLogger(__name__)
 
-WINDOW_MS = 60_000
+_WINDOW_MS = 60_000
 _AWAY_S = 0.5
 _TRIAL_S = 2.0
 """How long one request may try whether Redis is back, before another does."""
@@ -57,7 +57,7 @@ class Admissions:
         *,
         lease_ms: int,
         on_refusal: Callable[[str, str, str], None],
-        window_ms: int = WINDOW_MS,
+        window_ms: int = _WINDOW_MS,
     ) -> None:
         """`lease_ms` is how long a request counts as running after its gateway was last heard of.
         `on_refusal` is called with the tenant, the adapter or "", and the kind of limit before each 429.
@@ -105,13 +105,14 @@ class Admissions:
         `request_id` is the request's own, and `arrived_at` by `time.perf_counter`. `open_ended`: the client
         has not said how long the answer may be; then `max_tokens` of the submits is lowered to what the
         limits allow in all. Raises ApiError: 429 with the limit that refuses, 400 when the request can never
-        be admitted. Waits for Redis as long as a call may take; once that was in vain, not at all.
+        be admitted. Waits for Redis as long as a call may take; once that was in vain, not at all. If its
+        caller is cancelled meanwhile, what may have been taken comes back when the lease ends.
         """
         rules = rules_of(caller, model.adapter_name)
         input_tokens = sum(len(submit.prompt_tokens) for submit in submits)
         if open_ended:
             bound_output(submits, rules, input_tokens)
-        limits = apply(rules, input_tokens, output_tokens_of(submits))
+        limits = limits_for(rules, input_tokens, output_tokens_of(submits))
         arrived_ms = int((time.time() - (time.perf_counter() - arrived_at)) * 1000)
         entry = LedgerEntry(
             request_id,

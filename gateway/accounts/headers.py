@@ -24,6 +24,7 @@ _NOUNS = {
     MONTH_TOKENS: "tokens per month",
 }
 _OPENAI_TYPES = {REQUESTS: "requests", CONCURRENT: "requests"}
+_AGAIN = {CONCURRENT: "when one of them has ended", MONTH_TOKENS: "next month (UTC)"}
 _CONCURRENT_RETRY_MS = 1000
 """Nobody knows when a request ends."""
 
@@ -103,7 +104,7 @@ def refusal(standings: Sequence[Standing]) -> ApiError:
     """
     worst = max((each for each in standings if each.refuses), key=_wait_ms)
     limit, wait_ms = worst.limit, _wait_ms(worst)
-    again = "when one of them has ended" if limit.kind == CONCURRENT else f"in {duration(wait_ms)}"
+    again = _AGAIN.get(limit.kind) or f"in {duration(wait_ms)}"
     return ApiError(
         429,
         f"Rate limit reached for {limit.owner}: {_NOUNS[limit.kind]}. Limit {limit.most:,}, used "

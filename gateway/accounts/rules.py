@@ -52,7 +52,7 @@ def _add(rules: list[Rule], subject: str, rates: RateLimits) -> None:
             rules.append(Rule(subject, kind, most))
 
 
-def apply(rules: Sequence[Rule], input_tokens: int, output_tokens: int) -> list[Limit]:
+def limits_for(rules: Sequence[Rule], input_tokens: int, output_tokens: int) -> list[Limit]:
     """Returns what a request of so many tokens asks of each rule.
     Raises ApiError 400 when one could not even be met with nothing used.
     """
