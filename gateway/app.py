@@ -57,7 +57,13 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
             app.state.services = services
             yield
 
-    app = DescribedApp(title="Loraplex", version=version("loraplex"), lifespan=lifespan, redoc_url=None)
+    app = DescribedApp(
+        title="Loraplex",
+        version=version("loraplex"),
+        lifespan=lifespan,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # looked for anew with each request
+    )
     app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS, exempt_below=_READ_BY_HANDLERS_BELOW)
     app.add_middleware(DirectRoutes, endpoints=_DIRECT, requirement=require("inference"))
     install_error_handling(app)

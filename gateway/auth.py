@@ -28,6 +28,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from adapters.loop_timeout import LoopTimeout
 from gateway import tasks
 from gateway.errors import ApiError
 from gateway.failed_logins import FailedLogins
@@ -154,7 +155,7 @@ class Authenticator:
         if may_wait and now - self._redis_failed_at < _RETRY_S:
             return entry
         try:
-            async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+            async with LoopTimeout(_LOOKUP_TIMEOUT_S):
                 return await self._look_up(key_id)
         except (RedisError, OSError, TimeoutError) as error:
             self._redis_failed_at = time.monotonic()

@@ -4,7 +4,6 @@ it, but for what another tenant has granted to this one.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from redis.exceptions import RedisError
 
 from adapters.identity import InvalidName
+from adapters.loop_timeout import LoopTimeout
 from adapters.model_ref import ModelRef, parse_model_ref
 from adapters.registry import AdapterVersion, Registry, Resolution
 from gateway.auth import Principal
@@ -101,7 +101,7 @@ class ModelResolver:
             return None
         key = (caller.tenant_id, ref)
         try:
-            async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+            async with LoopTimeout(_LOOKUP_TIMEOUT_S):
                 found = await self._registry.resolve(*key)
         except (RedisError, OSError, TimeoutError) as error:
             if key in self._known:

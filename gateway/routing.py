@@ -20,6 +20,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _LOAD_FACTOR = 1.25
 _LOAD_SLACK = 4
@@ -46,6 +47,8 @@ def affinity_key(adapter_digest: bytes, cache_scope: bytes, prompt: Sequence[int
 
 def choose(key: bytes, candidates: Sequence[Candidate]) -> str:
     """Returns the id of the engine that takes a request with this key; `candidates` are not empty."""
+    if len(candidates) == 1:
+        return candidates[0].engine_id
     bound = _LOAD_FACTOR * sum(candidate.load for candidate in candidates) / len(candidates) + _LOAD_SLACK
     # Never empty: the least loaded engine is at or below the mean.
     ranked = sorted(
@@ -57,4 +60,9 @@ def choose(key: bytes, candidates: Sequence[Candidate]) -> str:
 
 
 def _weight(key: bytes, engine_id: str) -> bytes:
-    return hashlib.blake2b(key, digest_size=8, key=hashlib.sha256(engine_id.encode()).digest()).digest()
+    return hashlib.blake2b(key, digest_size=8, key=_hash_key(engine_id)).digest()
+
+
+@lru_cache(maxsize=1024)
+def _hash_key(engine_id: str) -> bytes:
+    return hashlib.sha256(engine_id.encode()).digest()
