@@ -235,7 +235,7 @@ class Scheduler:
         """Lets sequences whose turn is over yield what others wait for: pages, seats, and blocks."""
         newcomer = self._newcomer()
         self._num_awaiting = 0 if newcomer is None else self._num_awaiting + 1
-        if self._yield_pages() or newcomer is not None:
+        if self._yield_pages():
             self._gate.take_room(self._waiting.count, idle=not self._running)
         if newcomer is not None and self._is_open(newcomer):
             self._yield_room(newcomer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from builders import Engine, make_engine, make_request
+from builders import Engine, expected_output, make_engine, make_request
 
 from engine.scheduler.turns import LEAST_TURN, TOKENS_PER_CACHED
 
@@ -134,4 +134,20 @@ def test_steps_are_short_while_several_tenants_are_here() -> None:
     sizes = [sorted(len(row.tokens) for row in engine.step().rows) for _ in range(3)]
     assert sizes[0][-1] == 240 // 24, "then, prompts have a part of each step"
     engine.run()
+    engine.close()
+
+
+def test_who_has_made_room_in_vain_comes_back_a_step_later() -> None:
+    """A newcomer with an unknown token ends where it would start. A step under way has the other's row."""
+    engine = make_engine(num_blocks=100, max_num_seqs=1, depth=1)
+    request = make_request(20, request_id=1, tenant="busy", max_tokens=2 * LEAST_TURN)
+    engine.scheduler.add(request)
+    for _ in range(LEAST_TURN + 4):
+        engine.step()
+    engine.scheduler.add(make_request(5, link="new", request_id=1, tenant="new", vocab_size=5000))
+    engine.step()
+    assert engine.scheduler.figures()["seat_yields"] == 1 and ("new", 1, 0) in engine.finished
+    assert engine.scheduler.num_running == 0
+    engine.run()
+    assert engine.tokens["link", 1, 0] == expected_output(request)
     engine.close()

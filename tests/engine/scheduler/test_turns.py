@@ -227,3 +227,18 @@ def test_a_claim_of_a_tenant_that_runs_gives_way_to_one_of_which_nothing_runs() 
     engine.run()
     engine.check_all_free()
     engine.close()
+
+
+def test_a_claim_takes_an_adapter_that_is_free_soon_before_one_that_has_to_yield() -> None:
+    engine = make_engine(num_pages=2, num_blocks=400)
+    bring(engine, "long", "short", "next")
+    engine.scheduler.add(make_request(5, request_id=0, adapter="long", max_tokens=1000))
+    steps_until_started(engine, 0)
+    for _ in range(2 * LEAST_TURN):
+        engine.step()
+    engine.scheduler.add(make_request(5, request_id=1, adapter="short", max_tokens=10))
+    steps_until_started(engine, 1)
+    engine.scheduler.add(make_request([1] * 5, request_id=2, adapter="next", max_tokens=5))
+    assert steps_until_started(engine, 2)[2] <= 10 + SLACK
+    assert engine.tiers.counters.yields == 0 and ("link", 0, 0) not in engine.finished
+    engine.close()
