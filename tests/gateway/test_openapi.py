@@ -130,14 +130,16 @@ def test_the_description_and_its_page_are_served(inhabitants: Inhabitants) -> No
 
 
 def test_keys_are_asked_for_where_it_is_said(inhabitants: Inhabitants) -> None:
-    """A wrong key is not tried on each: the gateway would slow down."""
+    tried: set[str] = set()
     with httpx.Client(base_url=inhabitants.stack.url) as client:
         for method, path, operation in OPERATIONS:
-            answer = client.request(method, path)
+            (tag,) = operation["tags"]
             if operation["operationId"] in NO_KEY:
-                assert answer.status_code == 200 and "security" not in operation, path
+                assert client.request(method, path).status_code == 200 and "security" not in operation
                 continue
-            assert answer.status_code in (401, 429), path
+            if tag not in tried:  # not each: answers to wrong keys come later and later
+                tried.add(tag)
+                assert client.request(method, path).status_code == 401, path
             key = inhabitants.key if path.startswith("/admin") else OPERATOR_KEY
             answer = client.request(method, path, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 403, path
