@@ -65,7 +65,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> TinyZoo:
 @pytest.fixture(scope="session")
 def tiny_stack(zoo: TinyZoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack that serves the tiny model of `zoo`. Tests make tenants of their own."""
-    stack = Stack(tmp_path_factory.mktemp("tiny-stack"), FLAGS, model=zoo.folder / "model")
+    # Threads have little to share in so small a model, and on a busy machine wait for each other instead.
+    threads = {"OMP_NUM_THREADS": "1"}
+    stack = Stack(tmp_path_factory.mktemp("tiny-stack"), FLAGS, model=zoo.folder / "model", **threads)
     try:
         stack.start()
         yield stack

@@ -1,4 +1,4 @@
-"""The operations page has every metric there is, with its labels, and no other; so do its alerts and queries."""
+"""The operations page has every metric, with its labels; its alerts and queries ask for what is there."""
 
 from __future__ import annotations
 
