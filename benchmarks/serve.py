@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class Load:
     output_tokens: int = 64
     shared_prefix_tokens: int = 0
     seed: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each request's body."""
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Client:
         headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, limits=limits, trust_env=False)
         self._url = f"{load.url.rstrip('/')}/completions"
+        self._fields = load.fields
 
     async def __aenter__(self) -> Client:
         return self
@@ -115,6 +118,7 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._fields,
         }
         timing = Timing()
         started = time.perf_counter()
