@@ -118,7 +118,7 @@ class Generation:
         if self._outcome is Outcome.DISCONNECTED:
             tokens = settlement.output_tokens
             logger.info("request %s: its client went away after %d tokens", self._admission.entry.id, tokens)
-        self._ledger.settle(self._admission.entry, settlement)
+        self._ledger.settle(self._admission.entry, settlement, urgent=self._admission.awaited)
         self._metrics.end(
             self._outcome,
             input_tokens=settlement.input_tokens,

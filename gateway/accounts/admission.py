@@ -17,7 +17,7 @@ from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import LedgerEntry
 from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
 from gateway.accounts.rules import bound_output, limits_for, output_tokens_of, rules_of
-from gateway.accounts.windows import ADMIT, MONTH_TOKENS, REQUESTS, root_of
+from gateway.accounts.windows import ADMIT, CONCURRENT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
 from gateway.resolve import ResolvedModel
@@ -43,6 +43,8 @@ class Admission:
     """`x-ratelimit-*`, for whatever is answered."""
     admitted: bool = True
     """False: Redis was away, so nothing is held, or nobody knows whether it is."""
+    awaited: bool = False
+    """Whether its end makes room for another request: it counts against a limit of concurrent ones."""
 
 
 class Admissions:
@@ -137,7 +139,8 @@ class Admissions:
         if not admitted:
             self._remember(caller.tenant_id, standings, asked_at)
             raise self._refusal(caller, model.adapter_name, standings)
-        return Admission(entry, arrived_at, rate_headers(standings))
+        awaited = any(limit.kind == CONCURRENT for limit in limits)
+        return Admission(entry, arrived_at, rate_headers(standings), awaited=awaited)
 
     async def _reply(self, entry: LedgerEntry, limits: Sequence[Limit]) -> list[int] | None:
         """Returns what the script says, or None when Redis is away.

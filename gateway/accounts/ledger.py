@@ -29,17 +29,19 @@ _ADOPT_RETRY_S = 1.0
 class Ledger:
     """What a request meets of it: `begin` once it is admitted, and `settle` when it has ended."""
 
-    def __init__(self, writer: LedgerWriter, renewer: Renewer) -> None:
+    def __init__(self, writer: LedgerWriter, renewer: Renewer, script: LedgerScript) -> None:
         self.writer = writer
         self._renewer = renewer
+        self._script = script
 
     def begin(self, entry: LedgerEntry, so_far: Callable[[], Settlement], *, admitted: bool) -> None:
         """Records the request from now on; `so_far` returns what it has used, whenever asked.
 
-        One that Redis has not `admitted` is recorded at once: after a crash nothing else would know of it.
+        One that Redis has not `admitted` is recorded at once: after a crash nothing else would know of it. So
+        is one of a tenant that reapers may not know of.
         """
         self._renewer.add(entry, so_far)
-        if not admitted:
+        if not admitted or not self._script.lists(entry.tenant):
             self.writer.progress(entry)
 
     def settle(self, entry: LedgerEntry, settlement: Settlement, *, urgent: bool = False) -> None:
@@ -73,7 +75,7 @@ async def open_ledger(redis: Redis, *, journal: Path, lease_s: float, days: int)
         part.start()
     adopting = asyncio.create_task(_adopt(writer, journal), name="ledger-adoption")
     try:
-        yield Ledger(writer, renewer)
+        yield Ledger(writer, renewer, script)
     finally:
         await tasks.cancel(adopting)
         await reaper.close()

@@ -222,6 +222,10 @@ class LedgerScript:
         self._lease_ms = lease_ms
         self._listed: set[str] = set()
 
+    def lists(self, tenant: str) -> bool:
+        """Whether the tenant has been noted where reapers and usage look for tenants."""
+        return tenant in self._listed
+
     def list_again(self) -> None:
         """Has tenants noted anew with their next record, in case Redis has lost who has a ledger."""
         self._listed.clear()

@@ -124,6 +124,30 @@ async def test_records_that_meet_share_a_round_trip(redis: Redis, tmp_path: Path
     assert len(await ledger_of(redis)) == 100
 
 
+async def test_an_urgent_end_does_not_wait_for_company(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_GATHER_S", 60.0)
+    writer = LedgerWriter(script(redis), tmp_path)
+    writer.start()
+    writer.end(entry("r1"))
+    await asyncio.sleep(0.05)
+    assert not await ledger_of(redis)
+    writer.end(entry("r2"), urgent=True)
+    await until(lambda: not writer.waiting)
+    assert len(await ledger_of(redis)) == 2
+    await writer.close()
+
+
+async def test_a_tenant_that_reapers_may_not_know_of_is_noted_at_once(redis: Redis, tmp_path: Path) -> None:
+    async with open_ledger(redis, journal=tmp_path, lease_s=400, days=1) as ledger:
+        ledger.begin(entry("r1"), progress(0), admitted=True)
+        assert await ledger.writer.written(5)
+        assert await redis.smembers(OPEN_TENANTS) == {b"acme"}  # type: ignore[misc]
+        ledger.begin(entry("r2"), progress(0), admitted=True)
+        assert ledger.writer.waiting == 0
+
+
 async def test_a_script_that_redis_has_forgotten_is_sent_again(redis: Redis, tmp_path: Path) -> None:
     assert await script(redis).apply("w", [record(1)]) == []
     await redis.script_flush()
@@ -161,7 +185,7 @@ async def test_what_redis_does_not_take_is_on_disk_and_adopted_once(
             ledger.settle(entry(f"r{number}", output_tokens=number), end(number))
         await until(lambda: sum(path.stat().st_size for path in tmp_path.iterdir()) > 0)
         assert not list(adopt(tmp_path)), "its writer lives"
-        assert ledger.writer.waiting == 4
+        assert ledger.writer.waiting == 7, "nobody knows of this tenant yet, so each begin is a record"
     assert len(list(tmp_path.iterdir())) == 1
     async with (
         open_ledger(redis, journal=tmp_path, lease_s=10, days=1),
