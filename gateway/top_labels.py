@@ -65,9 +65,10 @@ class TopLabels(Generic[Key]):
             self._labelled[key] = amount
             return None
         counted = self._count(key, amount)
-        movable = (other for other in self._labelled if self._may_go(other))
-        lightest = min(movable, key=self._labelled.__getitem__, default=None)
-        if lightest is None or counted.certain <= _MARGIN * self._labelled[lightest]:
+        enough = counted.certain / _MARGIN
+        lighter = (other for other, own in self._labelled.items() if own < enough and self._may_go(other))
+        lightest = min(lighter, key=self._labelled.__getitem__, default=None)
+        if lightest is None:
             return None
         del self._waiting[key]
         self._labelled[key] = counted.certain
