@@ -48,7 +48,7 @@ _READ_BY_HANDLERS = frozenset(
 _READ_BY_HANDLERS_BELOW = "/v1/adapter-uploads/"
 
 
-def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = open_services) -> FastAPI:
+def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = open_services) -> DescribedApp:
     """Returns the gateway's ASGI application. Its services open when it starts and close when it stops."""
 
     @asynccontextmanager

