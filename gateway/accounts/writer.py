@@ -21,7 +21,7 @@ from gateway.accounts.settle import Kind, LedgerScript, Record
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 256
-_GATHER_S = 0.01
+_GATHER_S = 0.025
 _RETRY_S = 0.5
 _MAX_HELD = 100_000
 _CLOSE_S = 5.0
