@@ -15,17 +15,17 @@ Cost = Callable[[bytes], float]
 """What it would cost to bring an entry back, for each unit of the room that it takes."""
 
 _COPY_COST = 1.0
-_READ_COST = 10.0
+_READ_COST = 5.0
+_FIND_COST = 1.0
 
 
 def reload_cost(num_pages: int, *, in_host: bool) -> float:
     """What it costs to bring an adapter to the device, for each page that it takes there.
 
-    In units of copying one page from host memory. To read one is some twenty times as dear, half of that by
-    the page and half whatever its size (SmolLM2, rank 8: 0.9 and 20 ms), so small ones are dearer for their
-    room.
+    In units of copying one page from host memory. To read one is some six times as dear, a sixth of that
+    whatever its size (SmolLM2, rank 8: 0.85 and 5 ms), so small ones are dearer for their room.
     """
-    return _COPY_COST if in_host else _READ_COST + _READ_COST / num_pages
+    return _COPY_COST if in_host else _READ_COST + _FIND_COST / num_pages
 
 
 class GreedyDual:

@@ -157,7 +157,7 @@ class Model:
 
     def value(self, digest: bytes) -> tuple[float, int]:
         entry = self.entries[digest]
-        cost = 1.0 if digest in self.in_host else 10 + 10 / entry.size
+        cost = 1.0 if digest in self.in_host else 5 + 1 / entry.size
         return entry.base + cost, entry.used
 
     def room(self, without: set[bytes]) -> tuple[int, int]:
