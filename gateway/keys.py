@@ -26,7 +26,6 @@ from gateway.audit import APPEND, AUDIT_STREAM, GATEWAY, Actor, Change
 from gateway.limits import NO_RATES, RateLimits, rates_from_json
 from gateway.tenants import AUTH_CHANNEL, read_document, read_documents, tenant_key
 
-SCOPES = frozenset({"inference", "adapters", "admin"})
 DEFAULT_SCOPES = frozenset({"inference", "adapters"})
 OPERATOR_ID = "operator"
 NO_TENANT = ""

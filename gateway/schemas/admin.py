@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from gateway.keys import DEFAULT_SCOPES
 from gateway.limits import LARGEST_LIMIT
 from gateway.tenants import DEFAULT_PINS, MOST_ADAPTER_LIMITS, PrefixSharing
 
@@ -100,7 +99,7 @@ class CreateKey(_Body):
         json_schema_extra={"examples": [{"scopes": ["inference"], "expires_in": 2592000, "note": "ci"}]},
     )
 
-    scopes: Annotated[list[Scope], Field(min_length=1, max_length=10)] = sorted(DEFAULT_SCOPES)  # pyright: ignore
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=10)] = ["adapters", "inference"]
     expires_in: Annotated[int, Field(gt=0, le=_TEN_YEARS_S)] | None = None
     note: Annotated[str, StringConstraints(max_length=200)] = ""
     limits: RatesBody = RatesBody()
