@@ -25,7 +25,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class Size:
     window_s: float = 60.0
 
 
-QUICK = Size(requests=40, output_tokens=64, shared_output_tokens=48, alone=8, beside=12, window_s=15.0)
+QUICK = Size(requests=32, output_tokens=48, shared_output_tokens=32, alone=6, beside=8, window_s=10.0)
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,13 @@ def prepare(stack: LocalStack, size: Size) -> tuple[dict[str, str], list[str]]:
     return keys, digests
 
 
-async def small_beside_flood(small: Tenant, flood: Tenant, size: Size) -> tuple[list[Sent], list[Sent]]:
-    """One tenant's flood, and after a moment another's short requests; the same tenant gives one queue."""
+async def small_beside_flood(small: Tenant, flood: Tenant, size: Size) -> dict[str, Any]:
+    """One tenant's flood, and after a moment another's short requests; the same tenant twice is one queue."""
     flooding = asyncio.create_task(flood.flood(size.output_tokens))
     await asyncio.sleep(HEAD_START_S)
-    numbers = range(size.alone, size.alone + size.beside)
-    return await small.trickle(numbers), await flooding
+    short = await small.trickle(range(size.alone, size.alone + size.beside))
+    long = await flooding
+    return {"ttft_ms": ttft_ms(short), "tokens_per_second": round(throughput([*short, *long]), 1)}
 
 
 def throughput(sent: Sequence[Sent]) -> float:
@@ -208,43 +209,41 @@ async def forget(port: int, digests: Sequence[str]) -> None:
 async def measure(
     stack: LocalStack, keys: dict[str, str], digests: Sequence[str], size: Size, port: int
 ) -> dict[str, Any]:
-    """All arms, one after the other."""
+    """All arms, one after the other. No two of them have prompts in common, or they would be found cached."""
     url = f"{stack.url}/v1"
-    arms: dict[str, Any] = {}
     async with (
         Tenant(url, keys["small"], size, seed=1) as small,
         Tenant(url, keys["flood"], size, seed=2) as flood,
-        Tenant(url, keys["heavy"], size, seed=3) as heavy,
-        Tenant(url, keys["all"], size, seed=4) as everybody,
+        Tenant(url, keys["all"], size, seed=3) as everybody,
+        Tenant(url, keys["flood"], size, seed=4) as light,
+        Tenant(url, keys["heavy"], size, seed=5) as heavy,
     ):
-        meter = _meter()
-        arms["alone"] = {"ttft_ms": ttft_ms(await small.trickle(range(size.alone)))} | _busy(meter)
-        meter = _meter()
-        short, long = await small_beside_flood(small, flood, size)
-        arms["flood"] = {"ttft_ms": ttft_ms(short), "tokens_per_second": throughput([*short, *long])} | _busy(
-            meter
-        )
+
+        async def alone() -> dict[str, Any]:
+            return {"ttft_ms": ttft_ms(await small.trickle(range(size.alone)))}
+
+        async def weights() -> dict[str, Any]:
+            ones, twos = await asyncio.gather(
+                light.flood(size.shared_output_tokens), heavy.flood(size.shared_output_tokens)
+            )
+            return {"shares": shares(ones, twos, size.window_s)}
+
+        arms = {
+            "alone": await _timed("alone", alone()),
+            "flood": await _timed("flood", small_beside_flood(small, flood, size)),
+        }
         await forget(port, digests)
-        meter = _meter()
-        short, long = await small_beside_flood(everybody, everybody, size)
-        arms["first come"] = {
-            "ttft_ms": ttft_ms(short),
-            "tokens_per_second": throughput([*short, *long]),
-        } | _busy(meter)
-        meter = _meter()
-        light, rich = await asyncio.gather(
-            flood.flood(size.shared_output_tokens), heavy.flood(size.shared_output_tokens)
-        )
-        arms["weights"] = {"shares": shares(light, rich, size.window_s)} | _busy(meter)
+        arms["first come"] = await _timed("first come", small_beside_flood(everybody, everybody, size))
+        arms["weights"] = await _timed("weights", weights())
     return arms
 
 
-def _meter() -> machine.NeighbourMeter:
-    return machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
-
-
-def _busy(meter: machine.NeighbourMeter) -> dict[str, float]:
-    return {"busy_cores": meter.read().busy_cores}
+async def _timed(name: str, arm: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """Runs an arm. Returns its figures, and how busy others kept the machine meanwhile."""
+    meter = machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
+    figures = await arm | {"busy_cores": meter.read().busy_cores}
+    console.print(f"{name}: {figures}", markup=False, highlight=False)
+    return figures
 
 
 def run(size: Size) -> dict[str, Any]:
