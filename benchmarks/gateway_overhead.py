@@ -6,6 +6,8 @@ time to start, and memory.
 The gateway has one core to itself. Valkey, an engine that computes nothing (`echo_engine.py`) and this
 program, which sends the load, share another. Writes JSON into benchmarks/results/.
 
+Keys, limits of every kind and the ledger are on.
+
 - Requests: chats of some 150 prompt tokens that the engine answers at once with 16. They arrive at random,
   `--rate` a second on average, and latency counts from when a request should have been sent
   (`open_loop.py`). The same arrivals go to the engine directly, on a link of their own, before and after.
@@ -43,6 +45,7 @@ from benchmarks.open_loop import DirectLink, HttpPool, Latencies, run_open_loop
 from benchmarks.raw_streams import run_streams
 from benchmarks.serve import WORDS
 from gateway.keys import Keys
+from gateway.limits import RateLimits, TenantLimits
 from gateway.tenants import Tenants
 from protos.engine_pb2 import Sampling, Submit
 from protos.engine_pb2_grpc import EngineStub
@@ -53,6 +56,16 @@ START_TIMEOUT_S = 60
 OUTPUT_TOKENS = 16
 TENANT, ADAPTER, MODEL = "bench", "sql", "tiny"
 CONNECTIONS = 32
+LIMITS = TenantLimits(
+    RateLimits(
+        requests_per_minute=10**6,
+        input_tokens_per_minute=10**9,
+        output_tokens_per_minute=10**9,
+        concurrent_requests=10**4,
+    ),
+    tokens_per_month=10**12,
+)
+"""Every kind that there is, of the tenant and again of the key; none is reached."""
 WARM_UP_S = 3.0
 SETTLE_S = 1.0
 STREAM_CASES = ((16, 20.0, 400), (256, 12.5, 400), (256, 5.0, 400))
@@ -250,13 +263,13 @@ async def _prepare(redis_url: str) -> tuple[str, str]:
             if time.monotonic() > deadline:
                 raise SystemExit(f"The engine did not start in {START_TIMEOUT_S} s.")
             await asyncio.sleep(0.05)
-        await Tenants(redis).create(TENANT, tenant_id=TENANT)
+        await Tenants(redis).create(TENANT, tenant_id=TENANT, limits=LIMITS)
         adapter = AdapterSummary(
             digest=b"\x22" * 32, rank=8, num_tensors=2, nbytes=1024, base_model=None,
             target_modules=("q_proj",),
         )  # fmt: skip
         await Registry(redis).add_version(TENANT, ADAPTER, adapter)
-        return (await Keys(redis).create(TENANT))[1], live[0].address
+        return (await Keys(redis).create(TENANT, limits=LIMITS.rates))[1], live[0].address
 
 
 def _start(stack: ExitStack, arguments: list[str]) -> subprocess.Popen[bytes]:

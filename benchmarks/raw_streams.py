@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import cast
 
 _EVENT = b'"content":"'
 _USAGE = b'"completion_tokens":'
@@ -28,16 +29,15 @@ async def run_streams(port: int, request: bytes, count: int) -> StreamResult:
     """Sends the same request on `count` connections at once and reads all streams to their ends."""
     loop = asyncio.get_running_loop()
     readers = [_Reader(loop.create_future()) for _ in range(count)]
-    for reader in readers:
-        transport, _ = await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", port)
-        reader.transport = transport
-    for reader in readers:
-        assert reader.transport is not None
-        reader.transport.write(request)
-    tokens = sum([await reader.tokens for reader in readers])
-    for reader in readers:
-        assert reader.transport is not None
-        reader.transport.close()
+    try:
+        for reader in readers:
+            await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", port)
+        for reader in readers:
+            reader.send(request)
+        tokens = sum(await asyncio.gather(*(reader.tokens for reader in readers)))
+    finally:
+        for reader in readers:
+            reader.close()
     return StreamResult(
         tokens=tokens,
         # The opening chunk of a chat has an empty text.
@@ -51,14 +51,28 @@ class _Reader(asyncio.Protocol):
 
     def __init__(self, tokens: asyncio.Future[int]) -> None:
         self.tokens = tokens
-        self.transport: asyncio.WriteTransport | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self.events = 0
         self.first_at = self.last_at = 0.0
         self._tail = b""
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def send(self, request: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(request)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
     def data_received(self, data: bytes) -> None:
         self.last_at = time.perf_counter()
-        self.first_at = self.first_at or self.last_at
+        if not self.first_at:
+            self.first_at = self.last_at
+            if not data.startswith(b"HTTP/1.1 200"):
+                self._fail(data)
         self.events += data.count(_EVENT)
         if len(data) < _TAIL_BYTES:
             data = self._tail + data
@@ -68,5 +82,8 @@ class _Reader(asyncio.Protocol):
             self.tokens.set_result(int(self._tail[at : self._tail.index(b",", at)]))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(self._tail)
+
+    def _fail(self, last: bytes) -> None:
         if not self.tokens.done():
-            self.tokens.set_exception(ConnectionError("a stream broke off"))
+            self.tokens.set_exception(ConnectionError(f"a stream ended with {last!r}"))
