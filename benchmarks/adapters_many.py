@@ -1,7 +1,8 @@
 """Time many adapters on SmolLM2: 2,000 registered, twice as many in use as there is room for, 10,000 loads.
 
-    python benchmarks/adapters_many.py            # some 40 minutes and 10 GB of disk on two cores
-    python benchmarks/adapters_many.py --quick    # whether it works, in three minutes
+    python benchmarks/adapters_many.py                              # half an hour, 10 GB of disk, on two cores
+    python benchmarks/adapters_many.py --adapters 300 --loads 1000  # five minutes
+    python benchmarks/adapters_many.py --quick                      # whether it works, in three minutes
 
 Starts the stack itself, on free ports and a temporary folder. Three questions:
 
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -244,9 +245,16 @@ def main() -> int:
     """Parses the command line, measures, shows and writes; returns the exit code."""
     parser = argparse.ArgumentParser(description="Time many adapters on SmolLM2.")
     parser.add_argument("--quick", action="store_true", help="a small run, to see whether it works")
-    quick = parser.parse_args().quick
+    for name, meaning in (
+        ("adapters", "registered"),
+        ("requests", "in each round of a case"),
+        ("rounds", "of all cases"),
+        ("loads", "and unloads, one by one"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=meaning)
+    given = vars(parser.parse_args())
     try:
-        document = run(QUICK if quick else Size())
+        document = run(replace(QUICK if given.pop("quick") else Size(), **given))
     except (StackFailed, ClientError, serve.ServerError, httpx.HTTPError, grpc.RpcError) as failure:
         console.print(str(failure), style="red", markup=False, highlight=False)
         return 1
