@@ -14,7 +14,8 @@ import gateway.app
 forbidden = {'torch', 'transformers', 'peft', 'triton', 'kernels', 'engine', 'numpy', 'httpx'}
 heavy = sorted({name.partition('.')[0] for name in sys.modules} & forbidden)
 usage = resource.getrusage(resource.RUSAGE_SELF)
-print(','.join(heavy), usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
+memory_kib = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
+print(','.join(heavy), usage.ru_utime + usage.ru_stime, memory_kib)
 """
 
 
