@@ -1,6 +1,6 @@
 """Time many adapters on SmolLM2: 2,000 registered, twice as many in use as there is room for, 10,000 loads.
 
-    python benchmarks/adapters_many.py                              # half an hour, 10 GB of disk, on two cores
+    python benchmarks/adapters_many.py                              # half an hour and 10 GB of disk
     python benchmarks/adapters_many.py --adapters 300 --loads 1000  # five minutes
     python benchmarks/adapters_many.py --quick                      # whether it works, in three minutes
 
