@@ -30,7 +30,7 @@ async def change(plane: ControlPlane, headers: dict[str, str], changes: dict[str
     find = plane.services.authenticator.authenticate
     before = await find(headers["Authorization"])
     assert (await plane.admin("PATCH", "/tenants/acme", changes)).status_code == 200
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         while await find(headers["Authorization"]) == before:
             await asyncio.sleep(0.01)
 
@@ -107,7 +107,7 @@ async def test_limits_reach_every_gateway_with_the_key(
             "base_models": ["b"],
         }
         await plane.admin("PATCH", "/tenants/acme", changes)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             while caller.limits != TenantLimits(adapters=1):
                 await asyncio.sleep(0.01)
                 caller = await elsewhere.services.authenticator.authenticate(header)
@@ -174,7 +174,7 @@ async def test_a_rotated_key_goes_on_for_the_grace_and_the_new_one_at_once(plane
     assert new["id"] != old["id"] and abs(new["expires"] - old["expires"]) <= 1, "its lifetime begins anew"
     assert (await status(old), await status(new)) == (200, 200)
     newest = await rotate(new, 0)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         while await status(new) != 401:
             await asyncio.sleep(0.01)
     assert (await status(old), await status(newest)) == (200, 200)
