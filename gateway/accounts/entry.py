@@ -88,7 +88,7 @@ class LedgerEntry:
     @classmethod
     def from_fields(cls, found: Mapping[str | bytes, str | bytes]) -> LedgerEntry:
         """Returns the entry of a message of the ledger's stream, as the client of Redis gives it."""
-        text = {_text(name): _text(value) for name, value in found.items()}
+        text = {as_text(name): as_text(value) for name, value in found.items()}
         numbers = {name: int(text[name]) for name in _NUMBERS}
         ttft = int(text["ttft_ms"]) if text["ttft_ms"] else None
         return cls(**{**text, **numbers, "ttft_ms": ttft, "outcome": Outcome(text["outcome"])})
@@ -100,5 +100,6 @@ FIELDS = tuple(field.name for field in fields(LedgerEntry))
 _NUMBERS = ("time", "input_tokens", "cached_tokens", "output_tokens", "queue_ms", "duration_ms")
 
 
-def _text(value: str | bytes) -> str:
+def as_text(value: str | bytes) -> str:
+    """Returns a reply of Redis as text; it is text or bytes, as the client was made."""
     return value.decode() if isinstance(value, bytes) else value

@@ -48,11 +48,12 @@ class Journal:
     @classmethod
     def create(cls, folder: Path, writer: str) -> Journal:
         """Makes the file of a new writer, and the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / (writer + _SUFFIX)
-        while (descriptor := _lock(path, os.O_RDWR | os.O_CREAT)) is None:
-            pass  # somebody took it for a dead one's before it was locked
-        return cls(path, descriptor)
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(path, os.O_RDWR | os.O_CREAT)
+            if descriptor is not None:  # else somebody took it for a dead one's before it was locked
+                return cls(path, descriptor)
 
     @property
     def empty(self) -> bool:
@@ -111,7 +112,11 @@ class Journal:
 def adopt(folder: Path) -> Iterator[Journal]:
     """Yields the journals of writers that are gone. They are this process' own until it closes them."""
     for path in sorted(folder.glob("*" + _SUFFIX)):
-        descriptor = _lock(path, os.O_RDWR)
+        try:
+            descriptor = _lock(path, os.O_RDWR)
+        except OSError as error:
+            logger.warning("the journal %s cannot be opened: %s", path, error)
+            continue
         if descriptor is not None:
             yield Journal(path, descriptor)
 

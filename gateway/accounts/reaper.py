@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from adapters.script_batches import ScriptBatches
 from gateway import tasks
+from gateway.accounts.entry import as_text
 from gateway.accounts.settle import OPEN_TENANTS, REAP, USAGE_TENANTS
 from gateway.accounts.windows import root_of
 
@@ -71,7 +72,11 @@ class Reaper:
         if not await self._redis.set(_TURN, "taken", nx=True, px=int(self._every_s * 1000)):
             return
         tenants = await self._members(OPEN_TENANTS)
-        await asyncio.gather(*(self._reap([root_of(tenant)], [str(now_ms)]) for tenant in tenants))
+        replies = await asyncio.gather(*(self._reap([root_of(tenant)], [str(now_ms)]) for tenant in tenants))
+        if count := sum(reply[0] for reply in replies):
+            logger.info("booked %d requests as lost, whose gateways are gone", count)
+        for fault in (fault for _, *faults in replies for fault in faults):
+            logger.error("the ledger cannot take a lost request: %s", as_text(fault))
         if await self._redis.set(_TRIM_TURN, "taken", nx=True, ex=_TRIM_EVERY_S):
             for tenant in await self._members(USAGE_TENANTS):
                 await self._trim(tenant, now_ms)
@@ -92,4 +97,4 @@ class Reaper:
 
     async def _members(self, key: str) -> list[str]:
         members = await cast(Awaitable[set[Any]], self._redis.smembers(key))
-        return sorted(m.decode() if isinstance(m, bytes) else m for m in members)
+        return sorted(as_text(member) for member in members)

@@ -24,7 +24,7 @@ from enum import StrEnum
 from redis.asyncio import Redis
 
 from adapters.script_batches import ScriptBatches
-from gateway.accounts.entry import ERRORS, FIELDS, Outcome
+from gateway.accounts.entry import ERRORS, FIELDS, Outcome, as_text
 from gateway.accounts.windows import SHARED, root_of
 
 OPEN_TENANTS = "loraplex:open-tenants"
@@ -54,6 +54,8 @@ local SEPARATOR = '\\{ord(SEPARATOR)}'
     + """
 -- How long a late message of a settled request may still arrive, and how long its gateway may turn up, in s.
 local SETTLED_S, REAPED_S = 120, 30 * 86400
+
+local function text_of(fault) return type(fault) == 'table' and fault.err or tostring(fault) end
 
 local function tokens_of(entry) return tonumber(entry[INPUT]) + tonumber(entry[OUTPUT]) end
 
@@ -151,7 +153,7 @@ for at = 3, #ARGV, 3 do
             if kind == 'end' then settle(entry) else note_progress(entry, text) end
         end)
         if not ok then
-            table.insert(faults, (type(fault) == 'table' and fault.err or tostring(fault)) .. ' in ' .. text)
+            table.insert(faults, text_of(fault) .. ' in ' .. text)
         end
     end
 end
@@ -164,10 +166,11 @@ REAP = (
     _LEDGER
     + """
 -- KEYS: the account's root. ARGV: Redis' time in ms, as its caller just read it. Settles some requests whose
--- lease has run out, with what was last recorded of them. Replies with how many it looked at.
+-- lease has run out, with what was last recorded of them. Replies with how many they were, and then with what
+-- is wrong with those that cannot be settled: they must not hold up others.
 local root, now = KEYS[1], tonumber(ARGV[1])
 -- Redis stood still since then, and has heard of nobody meanwhile.
-if now_ms() - now > 2000 then return 0 end
+if now_ms() - now > 2000 then return {0} end
 
 local function reap(id)
     local open = open_of(root, id) or {}
@@ -188,8 +191,15 @@ local function reap(id)
 end
 
 local expired = redis.call('ZRANGE', root .. ':leases', '-inf', now, 'BYSCORE', 'LIMIT', 0, 200)
-for _, id in ipairs(expired) do reap(id) end
-return #expired
+local reply = {#expired}
+for _, id in ipairs(expired) do
+    local ok, fault = pcall(reap, id)
+    if not ok then
+        redis.call('ZREM', root .. ':leases', id)
+        table.insert(reply, text_of(fault) .. ' in ' .. id)
+    end
+end
+return reply
 """
 )
 
@@ -248,7 +258,7 @@ class LedgerScript:
                 for tenant, args in calls.items()
             )
         )
-        return [_text(fault) for faults in replies for fault in faults]
+        return [as_text(fault) for faults in replies for fault in faults]
 
     async def _list(self, tenants: Set[str]) -> None:
         """Notes where there is a ledger."""
@@ -256,7 +266,3 @@ class LedgerScript:
             for kind in (OPEN_TENANTS, USAGE_TENANTS):
                 await self._redis.sadd(kind, *tenants)  # type: ignore[misc]
             self._listed |= tenants
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -263,6 +263,18 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not list(tmp_path.iterdir())
 
 
+def test_a_journal_that_cannot_be_opened_holds_up_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.journal").mkdir()
+    Journal.create(tmp_path, "b")
+    other = Journal.create(tmp_path, "c")
+    other.append([record(1)])
+    other.close()
+    assert [journal.writer for journal in adopt(tmp_path)] == ["c"]
+    assert "a.journal cannot be opened" in caplog.text
+
+
 def test_a_line_longer_than_what_is_read_at_once_is_read_whole(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, "w")
     long = Record(1, "acme", Kind.END, "x" * 700_000)
@@ -335,16 +347,16 @@ async def test_what_a_reaper_wrote_for_a_request_that_lives_is_taken_back(redis:
     apply = LedgerScript(redis, lease_ms=-60_000).apply
     reap = redis.register_script(REAP)
 
-    async def steps(number: int, kind: Kind, tokens: int) -> int:
+    async def steps(number: int, kind: Kind, tokens: int) -> list[int]:
         wire = entry("r", input_tokens=10, output_tokens=tokens).to_wire()
         assert await apply("w", [Record(number, "acme", kind, wire)]) == []
         seconds, _ = await redis.time()
         return await reap(keys=["loraplex:{acme}"], args=[seconds * 1000])
 
     for number, tokens in ((1, 4), (2, 6)):
-        assert await steps(number, Kind.PROGRESS, tokens) == 1
+        assert await steps(number, Kind.PROGRESS, tokens) == [1]
         assert [each.output_tokens for each in await ledger_of(redis)] == [tokens]
-    assert await steps(3, Kind.END, 9) == 0
+    assert await steps(3, Kind.END, 9) == [0]
     assert [each.output_tokens for each in await ledger_of(redis)] == [9]
     assert await redis.get("loraplex:{acme}:month:2026-11") == b"19"
     values: Any = await redis.hgetall(USAGE)  # type: ignore[misc]
@@ -376,8 +388,26 @@ async def test_a_call_to_reap_that_hung_reaps_nothing(redis: Redis) -> None:
     await LedgerScript(redis, lease_ms=-60_000).apply("w", [Record(1, "acme", Kind.PROGRESS, wire)])
     seconds, _ = await redis.time()
     reap = redis.register_script(REAP)
-    assert await reap(keys=["loraplex:{acme}"], args=[(seconds - 5) * 1000]) == 0
-    assert await reap(keys=["loraplex:{acme}"], args=[seconds * 1000]) == 1
+    assert await reap(keys=["loraplex:{acme}"], args=[(seconds - 5) * 1000]) == [0]
+    assert await reap(keys=["loraplex:{acme}"], args=[seconds * 1000]) == [1]
+
+
+async def test_a_lost_request_that_cannot_be_booked_holds_up_no_other(
+    redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    apply = LedgerScript(redis, lease_ms=-60_000).apply
+    steps = [Record(n, "acme", Kind.PROGRESS, entry(f"r{n}").to_wire()) for n in (1, 2, 3)]
+    assert await apply("w", steps) == []
+    await redis.hset("loraplex:{acme}:progress", "r1", "not JSON")  # type: ignore[misc]
+    reaper = Reaper(redis, lease_s=0.004, days=1)
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        await reaper.round()
+        await asyncio.sleep(0.01)
+    assert [each.id for each in await ledger_of(redis)] == ["r2", "r3"]
+    assert await redis.zcard("loraplex:{acme}:leases") == 0
+    (message,) = [line.message for line in caplog.records if line.levelno == logging.ERROR]
+    assert message.endswith(" in r1") and "booked 3 requests as lost" in caplog.text
 
 
 async def test_old_entries_and_writers_that_are_long_gone_are_forgotten(redis: Redis) -> None:
