@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,37 @@ def test_the_examples_work(inhabitants: Inhabitants, method: str, path: str, exa
     assert answer.is_success, answer.text
     schema = DOCUMENT["paths"][path][method]["responses"][str(answer.status_code)]["content"]
     assert answer.headers["content-type"].partition(";")[0] in schema
+
+
+def spoiled(example: dict[str, Any]) -> Iterator[bytes]:
+    """An example with one field after the other holding what JSON cannot or should not hold."""
+    values = ['"\\ud800"', '{"\\udfff":1}', "NaN", "-Infinity", "1e400", "9" * 5000, "[" * 5000, '"\\u0000"']
+    for name in example:
+        for value in values:
+            rest = json.dumps({key: item for key, item in example.items() if key != name})
+            yield f'{{"{name}":{value}{"," if rest != "{}" else ""}{rest[1:]}'.encode()
+    yield from (b"", b"null", b"[]", b"1", b"{", b"\xff", b'{"\xed\xa0\x80":1}', b"[" * 30_000, b"\0")
+
+
+READ_BY_FASTAPI = [item for item in EXAMPLES if "completions" not in item[1]]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "example"),
+    READ_BY_FASTAPI,
+    ids=[f"{method} {path}" for method, path, _ in READ_BY_FASTAPI],
+)
+def test_spoiled_examples_are_refused(
+    inhabitants: Inhabitants, method: str, path: str, example: dict[str, Any]
+) -> None:
+    inhabitants.settle()
+    url = re.sub(r"\{(\w+)\}", lambda match: str(inhabitants.known(match[1])), path)
+    headers = inhabitants.headers(path) | {"content-type": JSON}
+    with httpx.Client(base_url=inhabitants.stack.url, headers=headers) as client:
+        for body in spoiled(example):
+            answer = client.request(method, url, content=body)
+            assert answer.status_code < 500, (body[:200], answer.text)
+            assert str(answer.status_code) in DOCUMENT["paths"][path][method]["responses"], body[:200]
 
 
 # ---- docs/api.md ----------------------------------------------------------------------------------------
