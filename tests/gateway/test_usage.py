@@ -146,6 +146,15 @@ async def test_a_tenant_sees_its_own_and_the_operator_anybodys(plane: ControlPla
         assert (await plane.client.get(path, headers=key)).status_code == status, path
 
 
+async def test_what_was_taken_back_leaves_no_row(plane: ControlPlane) -> None:
+    headers = await plane.tenant("acme")
+    await settle(plane.services.redis, entries(20, tenants=("acme",)))
+    before = await get(plane, "/v1/usage", headers, group_by="adapter")
+    sums = f"loraplex:{{acme}}:usage:{TODAY}"
+    await plane.services.redis.hset(sums, "gone\x1fkey-0\x1frequests", "0")  # type: ignore[misc]
+    assert await get(plane, "/v1/usage", headers, group_by="adapter") == before
+
+
 async def test_a_period_begins_and_ends_with_its_days(plane: ControlPlane) -> None:
     headers = await plane.tenant("acme")
     made = entries(80, tenants=("acme",))

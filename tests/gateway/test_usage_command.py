@@ -55,6 +55,9 @@ async def test_a_tenants_key_shows_its_own(plane: ControlPlane) -> None:
     assert [row["day"] for row in rows] == [row["day"] for row in by_day["data"]]
     code, _, err = await loraplex("usage", "--tenant", "globex", **server)
     assert (code, err) == (Exit.NOT_AUTHORISED, "error: This API key has no scope 'admin'.\n")
+    uploader = (await plane.tenant("acme", "adapters"))["Authorization"].removeprefix("Bearer ")
+    code, _, err = await loraplex("usage", **server | {"LORAPLEX_API_KEY": uploader})
+    assert (code, err) == (Exit.NOT_AUTHORISED, "error: This API key has no scope 'inference'.\n")
 
 
 async def test_prices_of_a_file_cost_the_same_as_the_gateways(valkey_url: str, tmp_path: Path) -> None:
