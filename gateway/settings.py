@@ -92,7 +92,7 @@ class GatewaySettings(BaseSettings):
     )
     journal: Path = Field(
         default=Path("var/journal"),
-        description="Local folder for ledger entries that wait for Redis; gateways may share it.",
+        description="Local folder for what the ledger cannot tell Redis; gateways of one Redis may share it.",
     )
     ledger_days: int = Field(default=400, ge=1, description="How many days the ledger keeps its entries.")
     audit_days: int | None = Field(

@@ -9,6 +9,7 @@ they survive the process, if not the machine. A line that a crash tore is passed
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".journal"
 _READ_BYTES = 1 << 18
+_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,12 @@ class Journal:
     def create(cls, folder: Path, writer: str) -> Journal:
         """Makes the file of a new writer, and the folder."""
         path = folder / (writer + _SUFFIX)
-        while True:
+        for _ in range(_TRIES):
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _lock(path, os.O_RDWR | os.O_CREAT)
             if descriptor is not None:  # else somebody took it for a dead one's before it was locked
                 return cls(path, descriptor)
+        raise OSError(errno.EAGAIN, "others keep locking it", str(path))
 
     @property
     def empty(self) -> bool:
