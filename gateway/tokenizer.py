@@ -43,9 +43,10 @@ class ModelTokenizer:
         self.named_tokens = named_tokens
         self.template_source = template
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, each in added.items() if each.special)
+        self._added = {each.content: token for token, each in added.items()}
+        self._tables: dict[frozenset[int], Sequence[bytes]] = {}  # by the special tokens that they show
         self._byte_level = byte_level
         self._lock = threading.Lock()
 
@@ -119,11 +120,15 @@ class ModelTokenizer:
         # The fast one keeps no offsets, which for a long text takes most of the time, and memory.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def decoder(self) -> TokenDecoder:
-        """Returns a decoder for the tokens of one choice, without special tokens."""
+    def decoder(self, shown: frozenset[int] = frozenset()) -> TokenDecoder:
+        """Returns a decoder for one choice's tokens, without special tokens but those in `shown`."""
         if self._byte_level:
-            return ByteDecoder(self._text_bytes)
-        return WindowDecoder(self._tokenizer, self._special)
+            return ByteDecoder(self._table_with(shown) if shown else self._text_bytes)
+        return WindowDecoder(self._tokenizer, self._special - shown)
+
+    def added_token(self, text: str) -> int | None:
+        """Returns the token that a text is, if it was added to the vocabulary as one."""
+        return self._added.get(text)
 
     def token_bytes(self, token: int) -> bytes:
         """Returns what one token stands for, special tokens by their names; may be a part of a character."""
@@ -147,6 +152,17 @@ class ModelTokenizer:
                 if token not in self._special:
                     table[token] = _bytes_of(name)
             return table
+
+    def _table_with(self, shown: frozenset[int]) -> Sequence[bytes]:
+        with self._lock:
+            table = self._tables.get(shown)
+        if table is None:
+            table = list(self._text_bytes)
+            for token in shown & self._special:
+                table[token] = self.token_bytes(token)
+            with self._lock:
+                self._tables[shown] = table
+        return table
 
     def warm_up(self) -> None:
         """Builds what is built on first use, so that no request waits for it. Takes some 100 ms."""

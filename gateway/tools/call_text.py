@@ -24,8 +24,8 @@ class CallText:
         self._head = re.compile(_HEAD % (_STRING, form.arguments), re.DOTALL)
 
     def head(self, text: str) -> tuple[str, int] | None:
-        """Returns the function's name, and where its arguments begin; None while that cannot be said. It never
-        can when they come before the name, or are no object: then the call must be read as a whole.
+        """Returns the function's name, and where its arguments begin; None while that cannot be said. It
+        never can when they come before the name, or are no object: such a call is read as a whole.
         """
         found = self._head.match(text[:_LONGEST_HEAD])
         name = self._known(_loaded(found[1])) if found else None

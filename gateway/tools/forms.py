@@ -11,9 +11,9 @@ from functools import lru_cache
 class CallForm:
     """How calls look in a model's answer: objects of JSON behind a marker.
 
-        HERMES   <tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call>
-        MISTRAL  [TOOL_CALLS] [{"name": "f", "arguments": {}}, …]
-        LLAMA    {"name": "f", "parameters": {}}
+    HERMES   <tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call>
+    MISTRAL  [TOOL_CALLS] [{"name": "f", "arguments": {}}, …]
+    LLAMA    {"name": "f", "parameters": {}}
     """
 
     marker: str

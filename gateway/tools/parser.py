@@ -1,7 +1,7 @@
 """From a model's answer to its text and its calls, piece by piece.
 
-What is held back is what may become a part of a call: a marker's beginning with the white space before it, and
-a call up to its arguments. Where the pieces are cut does not matter.
+What is held back is what may become a part of a call: a marker's beginning with the white space before it,
+and a call up to its arguments. Where the pieces are cut does not matter.
 
 What only looks like a call is text, as the model wrote it: a marker that no object follows, an object that is
 no JSON or has no name. Once its name and its arguments' beginning have come it is a call, and its arguments

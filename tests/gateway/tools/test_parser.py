@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -97,7 +98,20 @@ def test_an_answer_is_read(form: CallForm, answer: str, text: str, calls: list[t
 
 
 PARTS = [
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[", "]", "{", "}", ",", ";", ":", '"'),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ";",
+        ":",
+        '"',
+    ),
     *("\\", "\n", " ", "<", "日", "a", '"name": "f"', '"name": "Ann"', '"arguments": {', '"parameters": {'),
     *(HI, LONG, HI.replace("arguments", "parameters"), '"type"'),
 ]
@@ -112,7 +126,7 @@ PARTS = [
 def test_it_does_not_matter_how_an_answer_is_cut(name: str, answer: str, cuts: list[int]) -> None:
     form = FORMS[name]
     at = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
-    pieces = [answer[start:end] for start, end in zip(at, at[1:], strict=False)]
+    pieces = [answer[start:end] for start, end in itertools.pairwise(at)]
     assert read(form, *pieces) == read(form, answer) == read(form, *answer)
 
 

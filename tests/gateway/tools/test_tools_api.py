@@ -1,0 +1,287 @@
+"""Tool calls through the official client: what the model sees of tools, and what clients see of calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from openai import OpenAI
+from pydantic import BaseModel, TypeAdapter
+from tokenizers import Tokenizer
+
+from gateway.schemas.answers import ChatCompletion, ChatCompletionChunk
+from tests.gateway.fake_engine import EOS, FakeEngine
+from tests.gateway.local_stack import LocalStack
+from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
+
+QUESTION: Any = [{"role": "user", "content": "Is it raining?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+TIME: Any = {"type": "function", "function": {"name": "time"}}
+TOOLS = [WEATHER, TIME]
+
+TOKENIZER = Tokenizer.from_buffer(tokenizer_files("")["tokenizer.json"])
+Engines = dict[str, FakeEngine]
+
+
+def written(form: str, *calls: tuple[str, str]) -> str:
+    """Calls as a model writes them."""
+    key = "parameters" if form == "llama" else "arguments"
+    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
+    if form == "hermes":
+        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+    return f"[TOOL_CALLS] [{', '.join(objects)}]" if form == "mistral" else "; ".join(objects)
+
+
+def tokens(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def script(engine: FakeEngine, *answers: str) -> None:
+    engine.scripts = [tokens(answer) for answer in answers]
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return TOKENIZER.decode(engine.submits[-1].prompt_tokens, skip_special_tokens=False)
+
+
+CALLS = [("weather", '{"place": "Zürich \\"→🙂"}'), ("time", "{}")]
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"stop": ["ü"], "n": 2}, {"max_tokens": 45, "n": 2}])
+def test_a_streamed_answer_adds_up_to_the_whole(
+    client: OpenAI, engines: Engines, form: str, more: dict[str, Any]
+) -> None:
+    before = "" if form == "llama" else "Grüezi <b>\n"
+    script(engines[form], before + written(form, *CALLS), "No, it is {not} <tool [")
+    arguments: Any = {"model": form, "messages": QUESTION, "tools": TOOLS} | more
+    whole = client.chat.completions.create(**arguments)
+    with client.chat.completions.stream(**arguments) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion()
+    for one, other in zip(whole.choices, streamed.choices, strict=True):
+        assert one.finish_reason == other.finish_reason
+        assert one.message.content == other.message.content
+        assert one.logprobs == other.logprobs
+        seen = [[(call.function.name, call.function.arguments) for call in each.message.tool_calls or ()]  # type: ignore[union-attr]
+                for each in (one, other)]  # fmt: skip
+        assert seen[0] == seen[1]
+    first = whole.choices[0]
+    if "n" not in more:
+        assert first.finish_reason == "tool_calls"
+        assert first.message.content == (before.rstrip() or None)
+        assert seen[0] == CALLS
+        if more:
+            assert first.logprobs and first.logprobs.content
+            shown = "".join(token.token for token in first.logprobs.content if not token.token.startswith("\ufffd"))
+            assert "weather" in shown
+    else:
+        assert whole.choices[1].message.content == "No, it is {not} <tool ["
+        assert whole.choices[1].message.tool_calls is None
+        assert whole.choices[1].finish_reason == "stop"
+
+
+def test_deltas_are_openai_s(client: OpenAI, engines: Engines) -> None:
+    script(engines["hermes"], "So:\n" + written("hermes", *CALLS))
+    chunks = list(client.chat.completions.create(model="hermes", messages=QUESTION, tools=TOOLS, stream=True))
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
+    at = next(i for i, delta in enumerate(deltas) if "tool_calls" in delta)
+    assert "".join(delta["content"] for delta in deltas[1:at]) == "So:"
+    parts = [part for delta in deltas[at:-1] for part in delta["tool_calls"]]
+    heads = [part for part in parts if "id" in part]
+    assert [(part["index"], part["type"], part["function"]) for part in heads] == [
+        (0, "function", {"name": "weather", "arguments": ""}),
+        (1, "function", {"name": "time", "arguments": ""}),
+    ]
+    assert all(part["id"].startswith("call_") for part in heads) and heads[0]["id"] != heads[1]["id"]
+    rest = [part for part in parts if part not in heads]
+    assert all(part.keys() == {"index", "function"} for part in rest)
+    for index, (_, arguments) in enumerate(CALLS):
+        pieces = [part["function"]["arguments"] for part in rest if part["index"] == index]
+        assert "".join(pieces) == arguments and "" not in pieces
+        assert len(pieces) > 1 or index == 1
+    assert deltas[-1] == {} and chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_answers_are_what_the_description_says(client: OpenAI, tool_stack: LocalStack, engines: Engines) -> None:
+    script(engines["mistral"], "Hm " + written("mistral", *CALLS))
+    body = {"model": "mistral", "messages": QUESTION, "tools": TOOLS}
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    url = f"{tool_stack.url}/v1/chat/completions"
+    whole = httpx.post(url, json=body, headers=headers).json()
+    TypeAdapter(ChatCompletion).validate_python(whole, strict=True)
+    streamed = httpx.post(url, json=body | {"stream": True}, headers=headers).text
+    events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
+    for event in events:
+        TypeAdapter(ChatCompletionChunk).validate_json(event, strict=True)
+
+
+class Place(BaseModel):
+    """A client's model of the arguments."""
+
+    place: str
+
+
+def test_the_client_parses_arguments(client: OpenAI, engines: Engines) -> None:
+    script(engines["hermes"], written("hermes", ("Place", '{"place": "Bern"}')))
+    answer = client.chat.completions.parse(
+        model="hermes", messages=QUESTION, tools=[openai.pydantic_function_tool(Place)]
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == Place(place="Bern")
+    assert engines["hermes"].submits[-1].grammar  # pydantic's tools are strict
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+def test_the_template_sees_tools_calls_and_results(client: OpenAI, engines: Engines, form: str) -> None:
+    call = {"id": "call_0123456789", "type": "function",
+            "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}  # fmt: skip
+    messages: Any = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0123456789", "content": [{"type": "text", "text": "no"}]},
+    ]
+    client.chat.completions.create(model=form, messages=messages, tools=TOOLS, max_tokens=1)
+    prompt = prompt_of(engines[form])
+    assert json.dumps(PARAMETERS["properties"]) in json.dumps(json.loads(_tool_in(prompt, form)))
+    assert written(form, ("weather", '{"place": "Bern"}')) in prompt
+    assert "no" in prompt[prompt.index("Bern") :]
+    if form == "mistral":  # the id was made to be one that its templates take, the same for both
+        assert prompt.index("[TOOL_RESULTS] ") and "call_0123456789" not in prompt
+
+
+def _tool_in(prompt: str, form: str) -> str:
+    """The first tool, as the prompt has it."""
+    return json.dumps(json.JSONDecoder().raw_decode(prompt[prompt.index('{"type": "function"') if form != "llama"
+                                                          else prompt.index('{\n    "type": "function"') :])[0])  # fmt: skip
+
+
+def test_arguments_that_are_no_json_are_shown_as_they_are(client: OpenAI, engines: Engines) -> None:
+    for arguments in ('{"place": "Be', "[" * 100_000):
+        call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages: Any = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
+        tokenized = client.post(
+            "/../tokenize", body={"model": "hermes", "messages": messages, "tools": TOOLS}, cast_to=httpx.Response
+        ) if len(arguments) < 100 else None  # fmt: skip
+        assert tokenized is None or tokenized.status_code == 200
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "none", "required"])
+def test_a_template_without_tools_refuses_them(client: OpenAI, tool_choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not show tools") as refused:
+        client.chat.completions.create(model="plain", messages=QUESTION, tools=TOOLS, tool_choice=tool_choice)
+    assert refused.value.param == "tools"
+
+
+def test_no_call_is_read_where_none_is_allowed(client: OpenAI, engines: Engines) -> None:
+    script(engines["hermes"], "a <tool_call> b")
+    answer = client.chat.completions.create(
+        model="hermes", messages=QUESTION, tools=TOOLS, tool_choice="none", logit_bias={"70": 5}
+    )
+    message = answer.choices[0].message
+    assert (message.content, message.tool_calls) == ("a <tool_call> b", None)
+    assert answer.choices[0].finish_reason == "stop"
+    assert "weather" in prompt_of(engines["hermes"])
+    sampling = engines["hermes"].submits[-1].sampling
+    bias = dict(zip(sampling.bias_tokens, sampling.bias_values, strict=True))
+    markers = {TOKENIZER.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
+    assert bias == dict.fromkeys(markers, -100.0) | {70: 5.0}
+
+
+ENGINE_TOKENIZER = LLTokenizer(TOKENIZER.to_str(), eos_token=EOS)
+NAMED = {"type": "function", "function": {"name": "time"}}
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+GOOD, BAD, TIMED = ("weather", '{"place": "x"}'), ("weather", '{"place": 1}'), ("time", "{}")
+
+
+def accepted(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(ENGINE_TOKENIZER, grammar, log_level=0)
+    assert not matcher.get_error()
+    return matcher.try_consume_tokens(tokens(text)) == len(tokens(text)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"tool_choice": "required"}, [[GOOD], [TIMED], [GOOD, TIMED]], [[BAD], [("other", "{}")], "text", ""]),
+        ({"tool_choice": NAMED}, [[TIMED]], [[GOOD], [TIMED, TIMED], [("time", '{"a": 1}')], "text"]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [[GOOD]], [[GOOD, TIMED], "text"]),
+        ({"tools": [STRICT, TIME]}, [[GOOD], [("time", '{"a": 1}')], "any →text", ""], [[BAD], ["other", "{}"]]),
+        ({"parallel_tool_calls": False}, [[GOOD], [BAD], "any text"], [[GOOD, TIMED]]),
+        (
+            {"response_format": {"type": "json_object"}, "tool_choice": "auto"},
+            [[GOOD], [BAD], '{"x": [1]}'],
+            ["text", "[]"],
+        ),
+    ],
+)
+def test_answers_are_held_to_calls(
+    client: OpenAI, engines: Engines, form: str, fields: dict[str, Any], good: list[Any], bad: list[Any]
+) -> None:
+    script(engines[form], "x")
+    client.chat.completions.create(**({"model": form, "messages": QUESTION, "tools": TOOLS} | fields))
+    grammar = engines[form].submits[-1].grammar
+
+    def text(answer: Any) -> str:
+        return answer if isinstance(answer, str) else written(form, *answer)
+
+    if form == "llama":  # whose templates can show one call only
+        good = [answer for answer in good if isinstance(answer, str) or len(answer) == 1]
+    assert [answer for answer in good if not accepted(grammar, text(answer))] == []
+    assert [answer for answer in bad if len(answer) != 2 or answer[0] != "other" if accepted(grammar, text(answer))] == []
+    if "text" in map(str, bad) or form == "llama":
+        return
+    if any(not isinstance(answer, str) for answer in good):
+        before = "Let me <see>. "
+        free = "response_format" not in fields
+        assert accepted(grammar, before + written(form, GOOD)) == free
+
+
+def test_free_calls_have_no_grammar(client: OpenAI, engines: Engines) -> None:
+    client.chat.completions.create(model="hermes", messages=QUESTION, tools=TOOLS, max_tokens=1)
+    assert engines["hermes"].submits[-1].grammar == ""
+
+
+@pytest.mark.parametrize("fields", [{"strict": True}, {}])
+def test_a_schema_that_cannot_be_held_to_is_refused_where_it_must_be(
+    client: OpenAI, engines: Engines, fields: dict[str, Any]
+) -> None:
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"not": {}}} | fields}
+    arguments: Any = {"model": "hermes", "messages": QUESTION, "tools": [WEATHER, bad], "max_tokens": 1}
+    if not fields:
+        client.chat.completions.create(**arguments)
+        arguments["tool_choice"] = "required"
+    with pytest.raises(openai.BadRequestError, match="not") as refused:
+        client.chat.completions.create(**arguments)
+    assert refused.value.param == "tools[1].function.parameters"
+
+
+def test_free_text_in_another_form_excludes_calls(client: OpenAI) -> None:
+    arguments: Any = {"model": "hermes", "messages": QUESTION, "tools": TOOLS, "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="excludes 'tools'") as refused:
+        client.chat.completions.create(**arguments, extra_body={"guided_regex": "a+"})
+    assert refused.value.param == "guided_regex"
+    client.chat.completions.create(**arguments, tool_choice="none", extra_body={"guided_regex": "a+"})
+
+
+def test_every_template_is_known() -> None:
+    from gateway.tools.forms import HERMES, LLAMA, MISTRAL, form_of
+
+    found = {name: form_of(source) for name, source in TEMPLATES.items()}
+    assert found == {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": None}
+    assert form_of(TEMPLATES["hermes"].replace("<tool_call>", "<tool_call><function=x>")) is None
+    assert form_of(TEMPLATES["hermes"].replace("tools", "things")) is None
+    assert form_of(None) is None
