@@ -84,8 +84,9 @@ def _call_rules(use: ToolUse, form: CallForm) -> list[str]:
     functions = use.callable
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(functions)))]
     for index, function in enumerate(functions):
-        head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
-        rules.append(f'call_{index}: {json.dumps(head)} arguments_{index} "}}"')
+        # Cut as JSON is where a schema is followed: the lexer could not tell longer pieces from `content`.
+        head = ["{", '"name"', ": ", f'"{function.name}"', ", ", f'"{form.arguments}"', ": "]
+        rules.append(f'call_{index}: {" ".join(map(json.dumps, head))} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {json.dumps(spaced(arguments_schema(function, use)))}")
     return rules
 

@@ -12,7 +12,7 @@ HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nTools: <tools>' }}
     {%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
-    {{- '\\n</tools>\\nTo call one, write <tool_call>\\n{"name": …, "arguments": …}\\n</tool_call><|im_end|>\\n' }}
+    {{- '\\n</tools>\\nWrite <tool_call>\\n{"name": …, "arguments": …}\\n</tool_call><|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
@@ -52,7 +52,9 @@ LLAMA = """\
 MISTRAL = """\
 {%- for message in messages %}
     {%- if message.role == 'user' %}
-        {%- if tools and loop.index0 == 0 %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {%- if tools and loop.first %}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
         {{- '[INST] ' + message.content + '[/INST]' }}
     {%- elif message.tool_calls is defined %}
         {{- '[TOOL_CALLS] [' }}
@@ -61,7 +63,7 @@ MISTRAL = """\
             {{- call.function | tojson }}{{- ', ' if not loop.last else ']<|im_end|>' }}
         {%- endfor %}
     {%- elif message.role == 'tool' %}
-        {%- if message.tool_call_id | length != 9 %}{{- raise_exception('IDs have 9 characters!') }}{%- endif %}
+        {%- if message.tool_call_id | length != 9 %}{{- raise_exception('9 characters!') }}{%- endif %}
         {{- '[TOOL_RESULTS] ' + message.tool_call_id + message.content + '[/TOOL_RESULTS]' }}
     {%- else %}{{- ' ' + message.content + '<|im_end|>' }}{%- endif %}
 {%- endfor %}

@@ -15,12 +15,16 @@ from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
 
 
 @pytest.fixture(scope="module")
-def tool_stack(_valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def tool_stack(
+    _valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalStack]:
     url = f"{_valkey_server.connection_url}/7"
     with redis.Redis.from_url(url) as client:
         client.flushdb()
     engines = [
-        FakeEngine(name, url, model=name, digest=bytes([number]) * 32, tokenizer_files=tokenizer_files(source))
+        FakeEngine(
+            name, url, model=name, digest=bytes([number]) * 32, tokenizer_files=tokenizer_files(source)
+        )
         for number, (name, source) in enumerate(TEMPLATES.items(), 1)
     ]
     stack = LocalStack(url, tmp_path_factory.mktemp("store"), engines)
