@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from adapters.errors import InvalidAdapter
 from adapters.peft_config import LoraConfig
 from adapters.reader import read_config
 from adapters.weight_files import read_headers
@@ -143,6 +144,8 @@ def test_plans_are_kept_by_what_decides_them(
     assert plan(turned) is plan(config)
     assert plan(config, torch.bfloat16) is not plan(config)
     assert plan(replace(config, use_rslora=True)) is not plan(config)
+    with pytest.raises(InvalidAdapter, match="trainable_token_indices"):
+        plan(replace(config, token_indices={"embed_tokens": (3,)}))
 
 
 def test_writing_overwrites_the_whole_page_and_no_other(
