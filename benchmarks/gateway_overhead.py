@@ -97,7 +97,6 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("This benchmark needs two cores: one for the gateway, one for all else.")
-    meter = machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
     result: dict[str, Any] = {"machine": machine.facts(), "date": time.strftime("%Y-%m-%d")}
     if options.only != "streams":
         with running_stack(cores, step_ms=0) as stack:
@@ -108,20 +107,21 @@ def main() -> None:
         for streams, step_ms, tokens in STREAM_CASES:
             with running_stack(cores, step_ms=step_ms) as stack:
                 result["streams"].append(measure_streams(stack, streams, step_ms, tokens))
-    result["neighbours"] = asdict(meter.read())
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
 async def measure_requests(stack: Stack, rate: float, seconds: float) -> dict[str, Any]:
     """Sends requests directly, through the gateway to the base model and an adapter, and directly again."""
-    before = await _direct(stack, rate, seconds)
+    prompt_tokens = _prompt_tokens(stack)
+    meter = _neighbours()
+    before = await _direct(stack, prompt_tokens, rate, seconds)
     cases = {name: await _through_gateway(stack, name, rate, seconds) for name in (MODEL, ADAPTER)}
-    after = await _direct(stack, rate, seconds)
+    after = await _direct(stack, prompt_tokens, rate, seconds)
     direct = min(before, after, key=lambda latencies: latencies.median)
     return {
         "rate": rate,
-        "prompt_tokens": len(prompt().split()),
+        "prompt_tokens": prompt_tokens,
         "output_tokens": OUTPUT_TOKENS,
         "direct": {"before": asdict(before), "after": asdict(after)},
         "base": cases[MODEL],
@@ -133,14 +133,26 @@ async def measure_requests(stack: Stack, rate: float, seconds: float) -> dict[st
             }
             for name, case in cases.items()
         },
-        "gateway_memory_mb": round(machine.peak_memory(stack.gateway) / 1e6, 1),
+        "gateway_memory_mb": _memory(stack),
+        "neighbours": asdict(meter.read()),
     }
 
 
-async def _direct(stack: Stack, rate: float, seconds: float) -> Latencies:
+def _prompt_tokens(stack: Stack) -> int:
+    """How many tokens the chats' prompts have."""
+    answer = httpx.post(
+        f"http://127.0.0.1:{stack.port}/v1/chat/completions",
+        headers={"Authorization": f"Bearer {stack.key}"},
+        json=chat(MODEL, f"0 {prompt()}"),
+        trust_env=False,
+    )
+    return answer.raise_for_status().json()["usage"]["prompt_tokens"]
+
+
+async def _direct(stack: Stack, prompt_tokens: int, rate: float, seconds: float) -> Latencies:
     """The same load, from here to the engine."""
     sampling = Sampling(temperature=1.0, top_p=1.0)
-    tokens = list(range(1000, 1000 + len(prompt().split())))
+    tokens = list(range(1000, 1000 + prompt_tokens))
     async with grpc.aio.insecure_channel(stack.engine_address) as channel:
         link = DirectLink(EngineStub(channel))
         try:
@@ -161,7 +173,7 @@ async def _direct(stack: Stack, rate: float, seconds: float) -> Latencies:
 async def _through_gateway(stack: Stack, model: str, rate: float, seconds: float) -> dict[str, Any]:
     pool = HttpPool(stack.port)
     await pool.open(CONNECTIONS)
-    bodies = [http_request(stack.key, model, f"{index} {prompt()}") for index in range(1000)]
+    bodies = [http_request(stack.key, chat(model, f"{index} {prompt()}")) for index in range(1000)]
     used, began = machine.processor_seconds(stack.gateway), time.monotonic()
     count = 0
 
@@ -185,8 +197,9 @@ async def _through_gateway(stack: Stack, model: str, rate: float, seconds: float
 
 def measure_streams(stack: Stack, streams: int, step_ms: float, tokens: int) -> dict[str, Any]:
     """Streams chats, all at once, and divides what the gateway used by the tokens that came."""
-    request = http_request(stack.key, MODEL, prompt(), stream=True, max_tokens=tokens)
+    request = http_request(stack.key, chat(MODEL, prompt(), stream=True, max_tokens=tokens))
     uvloop.run(run_streams(stack.port, request, streams))
+    meter = _neighbours()
     used = machine.processor_seconds(stack.gateway)
     result = uvloop.run(run_streams(stack.port, request, streams))
     used = machine.processor_seconds(stack.gateway) - used
@@ -200,29 +213,41 @@ def measure_streams(stack: Stack, streams: int, step_ms: float, tokens: int) -> 
         "tokens_per_event": round(result.tokens / result.events, 2),
         "gateway_us_per_token": round(used / result.tokens * 1e6, 1),
         "gateway_share_of_a_core": round(used / result.seconds, 3),
-        "gateway_memory_mb": round(machine.peak_memory(stack.gateway) / 1e6, 1),
+        "gateway_memory_mb": _memory(stack),
+        "neighbours": asdict(meter.read()),
     }
 
 
+def _neighbours() -> machine.NeighbourMeter:
+    """Counts what others do from now on; to be read while the stack lives."""
+    return machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
+
+
+def _memory(stack: Stack) -> dict[str, float]:
+    """What the gateway holds now, and the most that it has held."""
+    now, most = machine.memory(stack.gateway), machine.peak_memory(stack.gateway)
+    return {"now": round(now / 1e6, 1), "peak": round(most / 1e6, 1)}
+
+
 def prompt() -> str:
-    """Some 128 tokens of English words."""
-    words = WORDS.split()
-    return " ".join((words * 2)[:120])
+    """A hundred and twenty common words: with the template, some 150 tokens."""
+    return " ".join((WORDS.split() * 2)[:120])
 
 
-def http_request(
-    key: str, model: str, text: str, *, stream: bool = False, max_tokens: int = OUTPUT_TOKENS
-) -> bytes:
-    """A chat as one piece of bytes."""
-    body = {
+def chat(model: str, text: str, *, stream: bool = False, max_tokens: int = OUTPUT_TOKENS) -> dict[str, Any]:
+    """The body of a request."""
+    body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "stream": stream,
     }
-    if stream:
-        body["stream_options"] = {"include_usage": True}
+    return body | {"stream_options": {"include_usage": True}} if stream else body
+
+
+def http_request(key: str, body: dict[str, Any]) -> bytes:
+    """A chat as one piece of bytes."""
     data = json.dumps(body).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"

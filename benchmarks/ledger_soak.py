@@ -145,7 +145,8 @@ def _name(entry: LedgerEntry) -> str:
 
 
 async def collect(stack: LedgerStack, evidence: Evidence) -> None:
-    """Reads the ledger and all that must agree with it from Redis."""
+    """Reads the ledger and all that must agree with it, and looks for what was left in journals."""
+    evidence.left_open += [path.name for path in stack.journal.glob("*") if path.stat().st_size]
     async with Redis.from_url(stack.redis_url, decode_responses=True) as redis:
         for tenant in stack.tenants:
             root = root_of(tenant)
@@ -256,9 +257,12 @@ async def _kill_redis(stack: LedgerStack, chaos: Chaos) -> None:
 
 
 async def _revive(stack: LedgerStack) -> None:
-    """Waits until Redis and all gateways answer."""
+    """Waits until Redis and all gateways answer. Raises TimeoutError with the log of one that does not."""
+    deadline = time.monotonic() + _PATIENCE_S
     for service in (stack.valkey, *(gateway.service for gateway in stack.gateways)):
         while not await service.spec.healthy():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{service.spec.name} does not answer: {service.log.read_text()[-2000:]}")
             await asyncio.sleep(0.05)
 
 

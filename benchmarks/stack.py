@@ -71,7 +71,7 @@ class Case:
     figure: Callable[[serve.Result], float]
     unit: str
     reach: str
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
 
 
 ALONE = {"num_requests": 2, "concurrency": 1}

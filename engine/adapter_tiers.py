@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,7 +51,7 @@ class AdapterTiers:
     """Host copies of adapters, and the loads that bring them.
 
     Copies beyond the budget go in the order of `GreedyDual`, where what is small and was used lately stays;
-    pinned ones go last. All methods belong to the loop's thread; only the reads run elsewhere.
+    pinned ones go last. All methods but `begin` belong to the loop's thread; the reads run elsewhere.
 
     Args:
         read: reads and packs one adapter; called in a thread of the pool. What it raises becomes the
@@ -87,6 +88,8 @@ class AdapterTiers:
         self._pinned: Collection[bytes] = ()
         self._loading: dict[bytes, Future[None]] = {}
         self._forgetting: set[bytes] = set()
+        self._begun: dict[bytes, Future[None]] = {}  # by `begin`, and not known to the loop's thread yet
+        self._lock = threading.Lock()  # over who begins a load, and who takes one in
         self._done: queue.SimpleQueue[Loaded | LoadFailed | bytes] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(NUM_LOAD_THREADS, thread_name_prefix="adapter-load")
 
@@ -108,7 +111,7 @@ class AdapterTiers:
 
     def is_loading_one(self, digest: bytes) -> bool:
         """Whether a load of this adapter is under way or queued."""
-        return digest in self._loading
+        return digest in self._loading or digest in self._begun
 
     def has(self, digest: bytes) -> bool:
         """Whether the adapter is in host memory. Unlike `want`, no use of it."""
@@ -120,6 +123,18 @@ class AdapterTiers:
 
     # ---- what changes it ----------------------------------------------------------------------------
 
+    def begin(self, digest: bytes) -> None:
+        """Begins a load at once, from whatever thread, if fewer than half of `MAX_LOADS` are under way.
+
+        So it need not wait for the step that the loop is busy with. The loop learns of it with the next
+        `want` or `poll`; it is a load like all others from then on.
+        """
+        with self._lock:
+            under_way = self._loading.keys() | self._begun.keys()
+            is_known = digest in self._copies or digest in under_way or digest in self._forgetting
+            if not is_known and len(under_way) < MAX_LOADS // 2:
+                self._begun[digest] = self._pool.submit(self._load, digest)
+
     def want(self, digest: bytes) -> HostCopy | None:
         """The host copy of an adapter, or None. Then a load is under way, or there are `MAX_LOADS` others,
         or the last copy is being forgotten: ask again when one of them has ended.
@@ -127,9 +142,18 @@ class AdapterTiers:
         copy = self._copies.get(digest)
         if copy is not None:
             self._order.use(digest)
-        elif not (digest in self._loading or digest in self._forgetting) and len(self._loading) < MAX_LOADS:
-            self._loading[digest] = self._pool.submit(self._load, digest)
-        return copy
+            return copy
+        with self._lock:
+            self._take_over()
+            is_known = digest in self._loading or digest in self._forgetting
+            if not is_known and len(self._loading) < MAX_LOADS:
+                self._loading[digest] = self._pool.submit(self._load, digest)
+        return None
+
+    def _take_over(self) -> None:
+        """Makes the loads that others have begun the loop's own."""
+        self._loading.update(self._begun)
+        self._begun.clear()
 
     def cancel(self, digest: bytes) -> None:
         """Drops a load that has not begun; one that has goes on, and its copy is kept."""
@@ -142,25 +166,31 @@ class AdapterTiers:
 
         Other copies beyond the budget are dropped; the last one loaded never is.
         """
+        with self._lock:
+            self._take_over()
         ended: list[Loaded | LoadFailed] = []
         while not self._done.empty():
             outcome = self._done.get_nowait()
             if isinstance(outcome, bytes):
                 self._forgetting.discard(outcome)
                 continue
-            self._loading.pop(outcome.digest, None)
-            if isinstance(outcome, LoadFailed):
-                self.counters.loads_failed += 1
-            else:
-                self.counters.note_loaded(
-                    outcome.digest, was_local=outcome.was_local, seconds=outcome.seconds
-                )
-                self._copies[outcome.digest] = outcome.copy
-                self._copied_bytes += outcome.copy.nbytes
-                self._order.use(outcome.digest)
-                self._trim(keep=outcome.digest)
+            with self._lock:
+                self._take_over()
+                self._loading.pop(outcome.digest, None)
+                if isinstance(outcome, Loaded):
+                    self._copies[outcome.digest] = outcome.copy
+            self._note(outcome)
             ended.append(outcome)
         return ended
+
+    def _note(self, outcome: Loaded | LoadFailed) -> None:
+        if isinstance(outcome, LoadFailed):
+            self.counters.loads_failed += 1
+            return
+        self.counters.note_loaded(outcome.digest, was_local=outcome.was_local, seconds=outcome.seconds)
+        self._copied_bytes += outcome.copy.nbytes
+        self._order.use(outcome.digest)
+        self._trim(keep=outcome.digest)
 
     def pin(self, digests: Collection[bytes]) -> None:
         """Says which adapters go last from now on."""
@@ -174,12 +204,17 @@ class AdapterTiers:
             self._order.forget(digest)
 
     def forget(self, digest: bytes) -> None:
-        """Drops the host copy, and the one on the local disk. Not while a load of it is under way."""
+        """Drops the host copy, and the one on the local disk. Not while a load of it is under way; one that
+        has been begun in this moment keeps it.
+        """
         assert digest not in self._loading, "forgotten while it is read"
-        self.discard(digest)
-        if digest not in self._forgetting:
-            self._forgetting.add(digest)
-            self._pool.submit(self._forget, digest)
+        with self._lock:
+            if digest in self._begun:
+                return
+            self.discard(digest)
+            if digest not in self._forgetting:
+                self._forgetting.add(digest)
+                self._pool.submit(self._forget, digest)
 
     def close(self) -> None:
         """Lets running reads finish unheard and starts no more."""

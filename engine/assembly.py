@@ -26,6 +26,7 @@ from engine.scheduler.adapter_gate import AdapterGate
 from engine.settings import EngineSettings
 from engine.step_memory import measure_step_memory
 from kernels.native import release_threads
+from kernels.packing import prepare as prepare_packing
 from protos import engine_pb2 as pb
 
 _MOST_RESERVED = 4 << 30
@@ -70,6 +71,7 @@ def assemble(settings: EngineSettings) -> Core:
             runner.capture_graphs(
                 max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
             )
+        prepare_packing(model.dtype)
         reserve_host_memory(
             model.network, nbytes=min(host_bytes, _MOST_RESERVED), max_rank=settings.max_lora_rank
         )

@@ -130,6 +130,7 @@ class EngineLoop:
 
     def submit(self, request: Request) -> None:
         """Hands in a validated request; everything further comes by `deliver`."""
+        self._gate.begin_load(request.adapter_digest)
         self._post(partial(self._accept, request))
 
     def abort(self, link: Hashable, request_id: int, choice: int | None = None) -> None:
@@ -168,6 +169,7 @@ class EngineLoop:
 
     def expect(self, digest: bytes) -> None:
         """Says that a request for an adapter is on its way."""
+        self._gate.begin_load(digest)
         self._post(partial(self._gate.expect, digest))
 
     def pin(self, digests: frozenset[bytes]) -> None:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adapters.loop_timeout import LoopTimeout
 from gateway.errors import ApiError, error_response, invalid_request, validation_error
 from gateway.json_bounds import check_structure
 
@@ -42,7 +43,7 @@ async def read_json(request: Request, kind: type[Body]) -> Body:
     _check_encoding(request.headers.get("content-encoding", ""))
     raw = bytearray()
     try:
-        async with asyncio.timeout(MAX_BODY_S):
+        async with LoopTimeout(MAX_BODY_S):
             async for chunk in request.stream():
                 raw += chunk
                 _check_size(len(raw), MAX_BODY_BYTES)

@@ -98,6 +98,11 @@ class EngineStream:
         self._refused_by: dict[str, Finished] = {}
         self._wakeup: asyncio.Future[None] | None = None
 
+    @property
+    def unread(self) -> int:
+        """How many tokens have come, and `next` has not returned them."""
+        return sum(len(delta.tokens) for delta in self._deltas.values())
+
     async def wait_started(self) -> None:
         """Returns when the first choice has left an engine's queue, or has ended. Raises as `next`."""
         while not (self._started or self._deltas or self._closed):
@@ -112,8 +117,10 @@ class EngineStream:
         """
         while not (self._deltas or self._closed or all(choice.ended for choice in self._choices)):
             await self._advance()
+        if self._closed:
+            return []
         deltas, self._deltas = self._deltas, {}
-        return [] if self._closed else list(deltas.values())
+        return list(deltas.values())
 
     def end_choice(self, index: int) -> None:
         """Ends one choice early; nothing more is returned for it."""

@@ -141,13 +141,15 @@ class Generation:
         return self._stream.queue_s is not None
 
     def so_far(self) -> Settlement:
-        """Returns what the ledger would say if the request ended now."""
+        """Returns what the ledger would say if the request ended now. Tokens count that its client, or the
+        one who reads for it, has not taken yet: an engine made them.
+        """
         arrived_at, first_at, usage = self._admission.arrived_at, self._first_at, self.usage
         return Settlement(
             self._outcome,
             input_tokens=usage.prompt_tokens if self._started else 0,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.completion_tokens,
+            cached_tokens=self._stream.cached_tokens,
+            output_tokens=usage.completion_tokens + self._stream.unread,
             duration_ms=_to_ms(time.perf_counter() - arrived_at),
             queue_ms=_to_ms(self._stream.queue_s or 0),
             ttft_ms=None if first_at is None else _to_ms(first_at - arrived_at),

@@ -47,6 +47,11 @@ def copies_array(copies: Sequence[MatrixCopy]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(names))
 
 
+def prepare(dtype: torch.dtype) -> None:
+    """Have `pack` to this dtype compiled now, which may take seconds, and not by the first call of it."""
+    native.compiled(dtype)
+
+
 def pack(sources: Sequence[torch.Tensor], copies: np.ndarray, target: torch.Tensor) -> None:
     """Write the copies into ``target``, converted to its dtype. Nothing else of it is touched.
 

@@ -22,6 +22,8 @@ from rich.table import Table
 
 from adapters.client import AdaptersClient, ClientError, Exit
 
+_ANY_WIDTH = 100_000
+
 Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of the gateway.")]
 ApiKey = Annotated[
     str,
@@ -76,6 +78,14 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def table_console() -> Console:
+    """A console for tables. Where its output is no terminal, rows have a line each, however long they are."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH
+    return console
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints rows under headings; whole, also where the terminal is narrow."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -83,7 +93,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+    table_console().print(table)
 
 
 def print_versions(adapters: Sequence[dict[str, Any]]) -> None:

@@ -34,6 +34,8 @@ _NUM_VECTORS = 2
 """Rows above the ranks in the last page, of an adapter that has any."""
 _MOST_KEPT = 32
 """Kinds of adapters whose plan is kept; one takes about a kilobyte for each tensor."""
+_LARGEST_KEPT = 512 * 1024
+"""Bytes of headers: the adapters of the largest models have less. One may have megabytes of anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,12 @@ def packing_plan(
         config.target_modules
     )  # PEFT has them as a set, which every program writes in an order of its own
     names = targets if isinstance(targets, str) else tuple(sorted(targets))
-    return _packing_plan(replace(config, target_modules=names, base_model=None), headers, model, dtype)
+    config = replace(config, target_modules=names, base_model=None)
+    is_small = sum(len(header.text) for _, header in headers.files) <= _LARGEST_KEPT
+    return (_kept_plan if is_small else _make_plan)(config, headers, model, dtype)
 
 
-@lru_cache(_MOST_KEPT)
-def _packing_plan(
+def _make_plan(
     config: LoraConfig, headers: RawHeaders, model: ModelConfig, dtype: torch.dtype
 ) -> PackingPlan:
     shape = BaseModelShape(
@@ -113,6 +116,9 @@ def _packing_plan(
         block.scales.clone(),
         tuple(group for group in grouped if group.has_vectors),
     )
+
+
+_kept_plan = lru_cache(_MOST_KEPT)(_make_plan)
 
 
 def _by_group(layout: AdapterLayout) -> list[GroupUpdates]:

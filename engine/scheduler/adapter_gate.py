@@ -216,6 +216,11 @@ class AdapterGate:
         """The scheduler has let the sequences of an adapter yield."""
         self._counters.yields += 1
 
+    def begin_load(self, digest: bytes) -> None:
+        """Begins to read an adapter for which a request, or its announcement, has come; from any thread."""
+        if digest and self._pages.resident(digest) is None:
+            self._tiers.begin(digest)
+
     # ---- what comes ahead of need, and goes ---------------------------------------------------------
 
     def expect(self, digest: bytes) -> None:

@@ -12,6 +12,8 @@ from engine.sequence import Request, Sequence
 Key = tuple[Hashable, int]
 """A link and a request id."""
 
+_FEW_DEADLINES = 64
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -67,8 +69,22 @@ class Roster:
         self._entries[request.key] = _Entry(request, list(sequences))
         self._num_of_tenant[request.tenant] += len(sequences)
         if request.deadline is not None:
+            self._forget_ended()
             heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, request.key))
         return sequences
+
+    def _forget_ended(self) -> None:
+        """Drops the deadlines of requests that have ended, once they are the most: most requests end in
+        seconds, and some have a day. Amortised over arrivals.
+        """
+        if len(self._deadlines) > 2 * len(self._entries) + _FEW_DEADLINES:
+            self._deadlines = [each for each in self._deadlines if self._open_entry(*each) is not None]
+            heapq.heapify(self._deadlines)
+
+    def _open_entry(self, deadline: float, _: int, key: Key) -> _Entry | None:
+        """The request that a deadline is for, unless it has ended."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.request.deadline == deadline else None
 
     def strike(self, seq: Sequence) -> None:
         """Takes out a sequence that has ended; its request is gone with its last one."""
@@ -105,8 +121,7 @@ class Roster:
         """The sequences whose deadline has passed; their requests are not reported again."""
         overdue: list[Sequence] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, _, key = heapq.heappop(self._deadlines)
-            entry = self._entries.get(key)
-            if entry is not None and entry.request.deadline == deadline:
+            entry = self._open_entry(*heapq.heappop(self._deadlines))
+            if entry is not None:
                 overdue += entry.sequences
         return overdue

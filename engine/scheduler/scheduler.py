@@ -327,11 +327,9 @@ class Scheduler:
                 # Asked even when no seat is free, so that an adapter is fetched while its sequence waits.
                 if not self._may_start(seq):
                     continue
-                if 1 + len(seq.siblings) > seats or not self._tables.admit(
-                    seq, num_running=len(self._running)
-                ):
-                    break
                 seats -= 1 + len(seq.siblings)
+                if seats < 0 or not self._tables.admit(seq, num_running=len(self._running)):
+                    break
                 self._lives.start(seq)
                 self._plan_chunk(step, seq, is_newcomer=is_newcomer)
         while chunks:
@@ -365,9 +363,9 @@ class Scheduler:
     def _chunk_budget(self, *, num_decodes: int) -> int:
         """How many tokens of prompts a step may have.
 
-        Whoever comes waits for the step under way. So with several tenants here steps are kept short, and
-        unless most sequences wait for prompts: that would cost throughput. And for a few steps after one has
-        come of which nothing runs, they have no prompts of others.
+        Whoever comes waits for the step under way. So with several tenants here steps are kept short, unless
+        most sequences wait for their prompts: that would cost throughput. And for a few steps after a tenant
+        has come of which nothing runs, they have no prompts of others.
         """
         most = self._limits.max_num_batched_tokens
         could_run = min(self._limits.max_num_seqs, len(self._roster))

@@ -24,6 +24,7 @@ _TRIM_TURN = "loraplex:reaper:trim"
 _TRIM_EVERY_S = 3600
 _DAY_MS = 86_400_000
 _FORGET_WRITERS_DAYS = 30
+_IDLE_MS = 3_600_000
 
 
 class Reaper:
@@ -82,18 +83,20 @@ class Reaper:
                 await self._trim(tenant, now_ms)
 
     async def _trim(self, tenant: str, now_ms: int) -> None:
-        """Drops entries that are too old, and what is known of writers that have been gone for long."""
+        """Drops entries that are too old, what is known of writers that have been gone for long, and the
+        tenant from where reapers look if it has been idle for so long that no gateway takes it for noted.
+        """
         oldest = max(0, now_ms - self._days * _DAY_MS)
         await self._redis.xtrim(f"{root_of(tenant)}:ledger", minid=f"{oldest}-0", approximate=True)
         written = f"{root_of(tenant)}:written"
         values: dict[Any, Any] = await cast(Awaitable[dict[Any, Any]], self._redis.hgetall(written))
-        gone = [
-            writer
-            for writer, value in values.items()
-            if int(value.split()[1]) < now_ms - _FORGET_WRITERS_DAYS * _DAY_MS
-        ]
+        heard = {writer: int(value.split()[1]) for writer, value in values.items()}
+        gone = [writer for writer, at in heard.items() if at < now_ms - _FORGET_WRITERS_DAYS * _DAY_MS]
         if gone:
             await cast(Awaitable[int], self._redis.hdel(written, *gone))
+        idle = max(heard.values(), default=0) < now_ms - _IDLE_MS
+        if idle and not await self._redis.exists(f"{root_of(tenant)}:leases"):
+            await cast(Awaitable[int], self._redis.srem(OPEN_TENANTS, tenant))
 
     async def _members(self, key: str) -> list[str]:
         members = await cast(Awaitable[set[Any]], self._redis.smembers(key))

@@ -10,6 +10,8 @@ from gateway.accounts.entry import LedgerEntry, Settlement
 from gateway.accounts.settle import LedgerScript
 from gateway.accounts.writer import LedgerWriter
 
+_AT_ONCE = 100
+
 
 class Renewer:
     """Knows the running requests, and has the writer record each of them at a steady pace.
@@ -45,10 +47,14 @@ class Renewer:
         while True:
             await asyncio.sleep(self._every_s)
             self._script.list_again()
-            self.record()
+            await self.record()
 
-    def record(self) -> None:
-        """Has the writer record every running request, now."""
-        for entry, so_far in self._running.values():
-            entry.settle(so_far())
-            self._writer.progress(entry)
+    async def record(self) -> None:
+        """Has the writer record every running request, some at a time: streams go on in between."""
+        for number, name in enumerate(list(self._running), start=1):
+            if name in self._running:  # else it has ended meanwhile
+                entry, so_far = self._running[name]
+                entry.settle(so_far())
+                self._writer.progress(entry)
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)

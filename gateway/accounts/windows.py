@@ -123,7 +123,8 @@ local function standing(subject, kind)
     end
     local window = redis.call('HMGET', window_key(root, subject), kind, kind .. ':start')
     local start = tonumber(window[2] or 0)
-    if now >= start + ask.window then return 0, 0 end
+    -- A Redis on another machine may take over, whose clock is behind: no window begins so far ahead.
+    if now >= start + ask.window or now < start - ask.window then return 0, 0 end
     return tonumber(window[1]), start
 end
 

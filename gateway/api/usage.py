@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
@@ -134,7 +135,7 @@ async def sums_answer(
     services: Services = request.app.state.services
     first, last = period
     uses = await services.usage.uses(tenants, days_of(first, last))
-    summary = summarise(uses, group_by, services.prices)
+    summary = await asyncio.to_thread(summarise, uses, group_by, services.prices)
     if _wants_csv(request, format):
         return _csv(summary.columns, [summary.values(row) for row in summary.rows], {})
     body = {

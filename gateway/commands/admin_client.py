@@ -75,15 +75,9 @@ def show_json(value: object) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints rows under headings; whole, also where the terminal is narrow."""
-    from rich.console import Console
-    from rich.table import Table
+    from adapters.commands.shared import print_table  # here, for the same reason
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+    print_table(columns, rows)
 
 
 def show_fields(fields: Sequence[tuple[str, Sequence[str]]]) -> None:

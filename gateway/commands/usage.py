@@ -119,8 +119,9 @@ def _fetch(
 
 def _show_table(columns: Sequence[str], answer: dict[str, Any]) -> None:
     """Prints the rows and their total; whole, also where the terminal is narrow."""
-    from rich.console import Console
     from rich.table import Table
+
+    from adapters.commands.shared import table_console
 
     groups = answer["group_by"]
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -131,7 +132,7 @@ def _show_table(columns: Sequence[str], answer: dict[str, Any]) -> None:
         table.add_row(*(_cell(column, row[column]) for column in columns))
     head = ["total", *[""] * (len(groups) - 1)] if groups else []
     table.add_row(*head, *(_cell(name, value) for name, value in answer["total"].items()), style="bold")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = table_console()
     console.print(f"{answer['since']} to {answer['until']}, UTC")
     console.print(table)
 

@@ -104,9 +104,9 @@ def serve(
         random_request(rng, number, model.config.vocab_size, digests[number % len(digests)])
         for number in range(NUM_REQUESTS)
     ]
-    if grammars:
-        for number in range(0, NUM_REQUESTS, 2):
-            requests[number].grammar = grammars[grammar_of(number, len(grammars))]
+    for number, request in enumerate(requests if grammars else ()):
+        which = grammar_of(number, len(grammars))
+        request.grammar = None if which is None else grammars[which]
     news = threading.Event()
 
     def read(digest: bytes) -> HostAdapter:

@@ -232,3 +232,60 @@ def test_host_memory_follows_what_is_there_and_not_what_has_been(
         wait_until_read(tiers)
     assert len(tiers.held()) == 10 and len(tiers._order._used) == 10
     assert len(tiers.counters.histories) == 30
+
+
+def test_what_another_thread_begins_is_a_load_like_others(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers]
+) -> None:
+    release = threading.Event()
+
+    def slow_read(digest: bytes) -> FakeAdapter:
+        release.wait(5)
+        return store.read(digest)
+
+    tiers = make_tiers(read=slow_read)
+    digests = [store.add(name) for name in "abcdefgh"]
+    for digest in digests:
+        tiers.begin(digest)
+        tiers.begin(digest)
+    assert tiers.is_loading_one(digests[0])
+    assert tiers.want(digests[0]) is None
+    assert tiers.loading() == digests[: MAX_LOADS // 2], "and half of the loads are kept for the loop's own"
+    tiers.forget(digests[-1])
+    tiers.begin(digests[-1])
+    release.set()
+    assert {outcome.digest for outcome in poll_until(tiers, MAX_LOADS // 2)} == set(tiers.held())
+    tiers.begin(digests[0])
+    assert sorted(store.reads) == sorted(digests[: MAX_LOADS // 2]), "each is read once"
+    tiers.check()
+
+
+def test_threads_that_begin_loads_while_the_loop_takes_them_in_leave_nothing_behind(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers]
+) -> None:
+    tiers = make_tiers(host_bytes=300)
+    digests = [store.add(f"adapter-{number}") for number in range(8)]
+    ended = threading.Event()
+
+    def begin() -> None:
+        while not ended.is_set():
+            for digest in digests:
+                tiers.begin(digest)
+
+    threads = [threading.Thread(target=begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(300):
+        tiers.want(digests[turn % 8])
+        tiers.poll()
+        tiers.check()
+        if turn % 5 == 0 and digests[0] not in tiers.loading():
+            tiers.forget(digests[0])
+    ended.set()
+    for thread in threads:
+        thread.join()
+    deadline = time.monotonic() + 5
+    while tiers.is_loading:
+        assert time.monotonic() < deadline, "a load is under way for ever"
+        tiers.poll()
+    tiers.check()

@@ -163,3 +163,24 @@ def test_a_closed_link_frees_everything_within_a_step(running: Running) -> None:
     status = running.loop.status().result(10)
     assert (status.running, status.waiting, status.free_blocks) == (0, 0, 64)
     assert running.finished() == {}
+
+
+@pytest.mark.parametrize("how", ["submit", "expect"])
+def test_an_adapter_is_read_while_the_loop_is_busy(how: str) -> None:
+    """The loop takes in nothing until its step ends; here, it has not even begun."""
+    engine = make_engine()
+    digest = engine.store.add("cold", 16)
+    loop = EngineLoop(engine.scheduler, engine.runner, engine.gate, threading.Event())
+    if how == "submit":
+        loop.submit(make_request(5, request_id=1, adapter="cold", max_tokens=2))
+    else:
+        loop.expect(digest)
+    deadline = time.monotonic() + 10
+    while engine.tiers._done.empty():
+        assert time.monotonic() < deadline, "it waits for the loop"
+        time.sleep(0.001)
+    news: list[Mapping[Hashable, LinkOutput]] = []
+    loop.step(news.append)
+    assert engine.tiers.has(digest) and engine.store.reads == [digest], "and it is read once"
+    assert (("link", 1) in engine.scheduler._roster) == (how == "submit")
+    engine.close()

@@ -27,7 +27,7 @@ from engine.step import RowResult, StepPlan, StepResult
 
 STEP_S = 0.018
 TOKEN_S = 0.00085
-LOAD_S = 0.020
+LOAD_S = 0.005
 COPY_S = 0.0009
 
 
@@ -61,7 +61,8 @@ class _Threads:
 
     def submit(self, job: Callable[..., None], *args: object) -> Future[None]:
         future: Future[None] = Future()
-        start = max(self._engine.now, heapq.heappop(self._free_at))
+        begin = self._engine.now if self._engine.reads_from is None else self._engine.reads_from
+        start = max(begin, heapq.heappop(self._free_at))
         heapq.heappush(self._free_at, start + LOAD_S)
 
         def end() -> None:
@@ -102,6 +103,7 @@ class VirtualEngine:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._num_served: dict[int, int] = {}
+        self.reads_from: float | None = None
         self.store = FakeStore()
         self.tiers = AdapterTiers(self.store.read, num_pages=self.num_pages, host_bytes=1 << 20)
         self.tiers.close()
@@ -123,7 +125,15 @@ class VirtualEngine:
         """Has a request arrive at a time."""
         life = self.lives[request.key] = Life(request, time)
         request.arrival = time
-        self.at(time, lambda: self.scheduler.add(request))
+
+        def arrive() -> None:
+            # The server's thread has begun to read its adapter when it came; the scheduler hears of it now.
+            self.reads_from = time
+            self.gate.begin_load(request.adapter_digest)
+            self.reads_from = None
+            self.scheduler.add(request)
+
+        self.at(time, arrive)
         return life
 
     def run(self, until: float = float("inf")) -> None:

@@ -118,6 +118,15 @@ async def test_the_audit_is_a_table_or_json(plane: ControlPlane) -> None:
     assert "tenant.create" in own and "127.0.0.1" not in own
 
 
+async def test_a_row_that_is_piped_is_one_line(plane: ControlPlane) -> None:
+    await done(plane, "tenants", "create", "Acme", "--id", "a" * 63)
+    await done(plane, "keys", "create", "a" * 63, "--note", "n" * 200)
+    variables = {"LORAPLEX_URL": plane.url, "LORAPLEX_API_KEY": OPERATOR_KEY, "COLUMNS": "40"}
+    for command in (["audit"], ["keys", "list", "a" * 63]):
+        result = await asyncio.to_thread(CliRunner().invoke, app, command, env=variables)
+        assert any("n" * 200 in line for line in result.stdout.splitlines()), result.stdout
+
+
 async def test_a_long_audit_is_read_page_by_page(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

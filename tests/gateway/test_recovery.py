@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import socket
@@ -245,6 +246,49 @@ def test_a_client_that_reads_slowly_gets_everything(local_stack: LocalStack) -> 
             pauses += 1
             time.sleep(0.1)
     assert text == expected_text(local_stack.engines[0].submits[0])
+
+
+def test_a_client_that_stops_reading_and_goes_is_booked_what_was_made_for_it(local_stack: LocalStack) -> None:
+    key, [engine] = local_stack.add_tenant("acme"), local_stack.engines
+    body = {"model": MODEL, "prompt": "deaf", "max_tokens": 300, "stream": True, **FOREVER}
+    asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1), "app": local_stack.app,
+    }  # fmt: skip
+
+    async def ask() -> None:
+        gone, sent = asyncio.Event(), 0
+
+        async def receive() -> dict[str, Any]:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if sent > 3:  # as a server does whose client takes no more
+                await gone.wait()
+
+        task = asyncio.create_task(local_stack.app(scope, receive, send))
+        while not engine.submits or engine.running:
+            await asyncio.sleep(0.01)
+        gone.set()
+        await task
+
+    local_stack.call(ask())
+    booked: list[dict[str, Any]] = []
+
+    def is_booked() -> bool:
+        url, headers = f"{local_stack.url}/v1/usage/requests", {"Authorization": f"Bearer {key}"}
+        booked[:] = httpx.get(url, headers=headers).json()["data"]
+        return bool(booked)
+
+    wait_until(is_booked, "the request is in the ledger")
+    assert (booked[0]["outcome"], booked[0]["output_tokens"]) == ("disconnected", 300)
 
 
 # ---- many at once -----------------------------------------------------------------------------------------

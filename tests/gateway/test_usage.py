@@ -6,9 +6,10 @@ import csv
 import io
 import itertools
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gateway import usage
 from gateway.accounts.entry import ERRORS, LedgerEntry, Outcome
 from gateway.accounts.settle import Kind, LedgerScript, Record
 from gateway.csv_text import to_csv
@@ -116,6 +118,23 @@ async def test_rows_are_what_was_used_and_totals_what_rows_add_up_to(
                 name: sum(row[name] for row in rows) for name in COUNTS
             }
             assert Decimal(total["cost"]) == sum(Decimal(row["cost"]) for row in rows)
+
+
+async def test_sums_are_made_beside_the_loop(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    await settle(plane.services.redis, entries(10))
+    threads = []
+
+    def note(name: str, function: Callable[..., Any]) -> None:
+        def noted(*args: Any) -> Any:
+            threads.append((name, threading.current_thread() is threading.main_thread()))
+            return function(*args)
+
+        monkeypatch.setattr(name, noted)
+
+    note("gateway.usage._uses_of", usage._uses_of)
+    note("gateway.api.usage.summarise", usage.summarise)
+    await get(plane, "/admin/usage", OPERATOR)
+    assert dict(threads) == {"gateway.usage._uses_of": False, "gateway.api.usage.summarise": False}
 
 
 async def test_a_tenant_sees_its_own_and_the_operator_anybodys(plane: ControlPlane) -> None:

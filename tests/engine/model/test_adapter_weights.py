@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from adapters.errors import InvalidAdapter
 from adapters.peft_config import LoraConfig
 from adapters.reader import read_config
-from adapters.weight_files import read_headers
+from adapters.safetensors_header import RawHeader
+from adapters.weight_files import RawHeaders, read_headers
 from engine.model.adapter_packing import PackingPlan, packing_plan
 from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
@@ -135,14 +137,23 @@ def test_plans_are_kept_by_what_decides_them(
     folder = save_adapter(model, tmp_path / "adapter", rank=4, targets=("q_proj", "down_proj"), seed=1)
     config, headers = read_config(folder), read_headers(folder)
 
-    def plan(config: LoraConfig, dtype: torch.dtype = torch.float32) -> PackingPlan:
+    def plan(
+        config: LoraConfig, dtype: torch.dtype = torch.float32, headers: RawHeaders = headers
+    ) -> PackingPlan:
         return packing_plan(config, headers, network.config, dtype)
+
+    ((name, header),) = headers.files
+    padded = RawHeader(header.text + b" " * 2**20, header.file_size + 2**20)
+    huge = replace(headers, files=((name, padded),))
 
     assert isinstance(config.target_modules, tuple)
     turned = replace(config, target_modules=config.target_modules[::-1], base_model="another/name")
     assert plan(turned) is plan(config)
     assert plan(config, torch.bfloat16) is not plan(config)
     assert plan(replace(config, use_rslora=True)) is not plan(config)
+    assert plan(config, headers=huge) is not plan(config, headers=huge), "megabytes are not kept"
+    with pytest.raises(InvalidAdapter, match="trainable_token_indices"):
+        plan(replace(config, token_indices={"embed_tokens": (3,)}))
 
 
 def test_writing_overwrites_the_whole_page_and_no_other(

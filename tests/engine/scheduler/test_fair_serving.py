@@ -134,7 +134,7 @@ def test_two_backlogged_tenants_get_service_by_their_weights() -> None:
     for begin in begins:
         ratio = between("c", begin, begin + WINDOW_S) / between("a", begin, begin + WINDOW_S)
         assert 0.9 * 2 <= ratio <= 1.1 * 2, f"in the minute from {begin} s on"
-    most_tokens, longest_prompt, load = engine.num_blocks * 16, 128, 21
+    most_tokens, longest_prompt, load = engine.num_blocks * 16, 128, 6
     bound = 2 * max(longest_prompt + load, 2 * most_tokens)
     for time in range(int(both_wait_until)):
         assert abs(between("a", 0, time) - between("c", 0, time) / 2) <= bound

@@ -424,3 +424,35 @@ async def test_old_entries_and_writers_that_are_long_gone_are_forgotten(redis: R
     await reaper.round()
     assert 201 <= await redis.xlen(LEDGER) < 400  # Redis drops whole nodes of a stream
     assert await redis.hkeys("loraplex:{acme}:written") == [b"new"]  # type: ignore[misc]
+
+
+async def test_reapers_look_no_more_where_a_tenant_has_been_idle_for_long(redis: Redis) -> None:
+    now = int(time.time() * 1000)
+    heard = {"busy": now - 60_000, "idle": now - 7_200_000, "runs": now - 7_200_000}
+    for key in (OPEN_TENANTS, USAGE_TENANTS):
+        await redis.sadd(key, *heard)  # type: ignore[misc]
+    for tenant, at in heard.items():
+        await redis.hset(f"loraplex:{{{tenant}}}:written", "w", f"7 {at}")  # type: ignore[misc]
+    await redis.zadd("loraplex:{runs}:leases", {"r": now + 600_000})
+    reaper = Reaper(redis, lease_s=0.004, days=200)
+    await reaper.round()
+    await asyncio.sleep(0.02)
+    await reaper.round()
+    assert await redis.smembers(OPEN_TENANTS) == {b"busy", b"runs"}  # type: ignore[misc]
+    assert await redis.smembers(USAGE_TENANTS) == {b"busy", b"idle", b"runs"}  # type: ignore[misc]
+
+
+async def test_many_running_requests_are_recorded_bit_by_bit(redis: Redis, tmp_path: Path) -> None:
+    writer = LedgerWriter(script(redis), tmp_path)
+    renewer = Renewer(writer, script(redis), every_s=60)
+    running = [entry(f"r{number}") for number in range(250)]
+    for each in running:
+        renewer.add(each, progress(3))
+
+    async def leave() -> None:
+        renewer.remove(running[-1])
+
+    leaving = asyncio.create_task(leave())  # gets its turn only if the renewer makes a pause
+    await renewer.record()
+    await leaving
+    assert writer.waiting == 249

@@ -232,6 +232,18 @@ def test_what_was_let_through_unseen_counts_in_the_month_and_nowhere_else(valkey
         assert 69 * 86400 < client.ttl("loraplex:{acme}:month:2024-01") <= 70 * 86400  # type: ignore[operator]
 
 
+def test_a_window_from_a_clock_that_was_ahead_is_over_and_one_that_has_just_begun_is_not(
+    valkey_url: str,
+) -> None:
+    with redis.Redis.from_url(valkey_url, decode_responses=True) as client:
+        admit = client.register_script(ADMIT)
+        ask = json.dumps({"lease": 60_000, "window": 60_000, "limits": [["tenant", REQUESTS, 1, 1]]})
+        for ahead_ms, admitted in ((3_600_000, 1), (30_000, 0)):
+            window: dict[Any, Any] = {REQUESTS: 1, f"{REQUESTS}:start": int(time.time() * 1000) + ahead_ms}
+            client.hset("loraplex:{acme}:window:tenant", mapping=window)
+            assert json.loads(admit([root_of("acme")], [f"r{ahead_ms}", ask, "[]"]))[0] == admitted
+
+
 @pytest.mark.parametrize("kind", [REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS])
 def test_a_window_is_gone_from_redis_when_it_is_over(valkey_url: str, kind: str) -> None:
     with redis.Redis.from_url(valkey_url, decode_responses=True) as client:
