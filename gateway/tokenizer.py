@@ -153,6 +153,15 @@ class ModelTokenizer:
                     table[token] = _bytes_of(name)
             return table
 
+    @cached_property
+    def tags(self) -> Sequence[int]:
+        """Tokens such as `<think>` that were added as one, and are text. Grammars take them for no text."""
+        return [
+            token
+            for text, token in self._added.items()
+            if token not in self._special and text.startswith("<") and text.endswith(">")
+        ]
+
     def _table_with(self, shown: frozenset[int]) -> Sequence[bytes]:
         with self._lock:
             table = self._tables.get(shown)

@@ -65,9 +65,7 @@ def not_shown(reason: str = "") -> ApiError:
 
 def _grammar(use: ToolUse, form: CallForm, tokenizer: ModelTokenizer, structure: Structure | None) -> str:
     content = _content(structure) if structure and use.calls is Calls.ALLOWED else None
-    text = call_grammar(
-        use, form, token_of=tokenizer.added_token, end_tokens=tokenizer.end_tokens, content=content
-    )
+    text = call_grammar(use, form, tokenizer, content)
     if not text:
         return ""
     grammar, fault = lark_grammar(text)

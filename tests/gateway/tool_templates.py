@@ -73,7 +73,7 @@ TEMPLATES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": CHAT
 """By family; the last shows no tools."""
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
-ADDED = ("<tool_call>", "</tool_call>")
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
 def tokenizer_files(template: str) -> dict[str, bytes]:
