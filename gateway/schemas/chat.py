@@ -41,7 +41,9 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = Field(
         None, min_length=1, max_length=256, description="The call whose result a tool's message is."
     )
+    parsed: Any = Field(None, description="Left there by clients that parse; changes nothing.")
     refusal: Unsupported = None
+    annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
 
@@ -74,7 +76,7 @@ class ChatMessage(StrictModel):
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

@@ -12,6 +12,8 @@ from gateway.tools.use import Function
 MAX_TOOLS = 128
 MAX_CALLS = 128
 
+_CLIENTS_OWN = "Left there by clients that parse or stream; changes nothing."
+
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -65,6 +67,7 @@ class CalledFunction(StrictModel):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = Field(description="JSON, as the model wrote it.")
+    parsed_arguments: Any = Field(None, description=_CLIENTS_OWN)
 
 
 class ToolCall(StrictModel):
@@ -73,6 +76,12 @@ class ToolCall(StrictModel):
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = Field(None, description=_CLIENTS_OWN)
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns what a chat template sees, but for the arguments, which are text yet."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 Tools = Annotated[list[Tool], AtMost(MAX_TOOLS)]

@@ -59,7 +59,7 @@ def test_a_required_call_fits_its_schema_streamed_or_not(tiny_stack: Stack, key:
         for one, other in zip(whole.choices, streamed.choices, strict=True):
             assert one.finish_reason == other.finish_reason == "tool_calls"
             assert one.message.content is None and other.message.content is None
-            ((call,), (same,)) = one.message.tool_calls or (), other.message.tool_calls or ()
+            call, same = (*(one.message.tool_calls or ()), *(other.message.tool_calls or ()))
             assert call.type == same.type == "function"
             assert call.function.name == same.function.name == "weather"
             assert call.function.arguments == same.function.arguments

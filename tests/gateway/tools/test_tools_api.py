@@ -151,9 +151,14 @@ def test_the_client_parses_arguments(client: OpenAI, engines: Engines) -> None:
     answer = client.chat.completions.parse(
         model="hermes", messages=QUESTION, tools=[openai.pydantic_function_tool(Place)]
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
+    (call,) = list(answer.choices[0].message.tool_calls or ())
     assert call.function.parsed_arguments == Place(place="Bern")
     assert engines["hermes"].submits[-1].grammar  # pydantic's tools are strict
+    # What the client has parsed, it sends along with the message's next turn.
+    messages: Any = [*QUESTION, answer.choices[0].message]
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "no"})
+    client.chat.completions.create(model="hermes", messages=messages, tools=TOOLS, max_tokens=1)
+    assert '"arguments": {"place": "Bern"}}' in prompt_of(engines["hermes"])
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
