@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate, head, token_text, tokens_of
-from gateway.api.chat_calls import CallDeltas, message_of
+from gateway.api.chat_calls import CallReader
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
@@ -99,7 +99,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         parsers = [plan.parser() for _ in range(choices)]
-        self._calls = [CallDeltas(parser) for parser in parsers if parser is not None]  # none, or all
+        self._calls = [CallReader(parser) for parser in parsers if parser is not None]  # none, or all
         # A stream that ends with usage says `null` before. The text is put between two parts made once.
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
         self._before = [self._text_chunk_start(index) for index in range(choices)]
@@ -133,7 +133,7 @@ class ChatFormat:
 
     def _chunk_with_calls(self, piece: Piece) -> bytes:
         calls = self._calls[piece.choice]
-        deltas = calls.of(piece)
+        deltas = calls.of(piece.text, piece.finish_reason)
         logprobs = self._logprobs_of(piece.tokens) if piece.tokens else None
         if logprobs and not deltas:
             deltas = [{}]
@@ -142,7 +142,7 @@ class ChatFormat:
             data += self._event(piece.choice, delta, logprobs, None)
             logprobs = None  # all with the first
         if piece.finish_reason is not None:
-            data += self._event(piece.choice, {}, None, calls.reason_of(piece))
+            data += self._event(piece.choice, {}, None, calls.reason_of(piece.finish_reason))
         return data
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -151,23 +151,21 @@ class ChatFormat:
 
     def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         """See AnswerFormat."""
-        choices = [
-            {
-                "index": index,
-                "message": self._message(index, own),
-                "logprobs": self._logprobs_of(tokens_of(own)) if self._logprobs else None,
-                "finish_reason": self._calls[index].reason_of(own[-1])
-                if self._calls
-                else finish_reason_of(own),
-            }
-            for index, own in enumerate(pieces)
-        ]
+        choices = [self._whole_choice(index, own) for index, own in enumerate(pieces)]
         return self._head | {"choices": choices, "usage": usage.to_dict()}
 
-    def _message(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        text, reason = "".join(piece.text for piece in pieces), finish_reason_of(pieces)
         if self._calls:
-            return message_of([delta for piece in pieces for delta in self._calls[index].of(piece)])
-        return {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
+            message, reason = self._calls[index].whole(text, reason)
+        else:
+            message = {"role": "assistant", "content": text, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs_of(tokens_of(pieces)) if self._logprobs else None,
+            "finish_reason": reason,
+        }
 
     def _event(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None

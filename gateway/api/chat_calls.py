@@ -1,46 +1,48 @@
-"""Tool calls in OpenAI's chat answers: deltas of a stream, and the message that they add up to."""
+"""Tool calls in OpenAI's chat answers."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
-from gateway.generation import STOP, Piece
+from gateway.generation import STOP
 from gateway.tools.parser import CallArguments, CallBegin, CallParser, Event, Text
 
 TOOL_CALLS = "tool_calls"
 
 
-class CallDeltas:
-    """Turns the pieces of one choice into deltas."""
+class CallReader:
+    """Makes deltas, or a message, of one choice's text."""
 
     def __init__(self, parser: CallParser) -> None:
         self._parser = parser
 
-    def of(self, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the deltas for what is new."""
-        events = self._parser.feed(piece.text)
-        if piece.finish_reason is not None:
-            events += self._parser.finish()
-        return [_delta(event) for event in events]
+    def of(self, text: str, finish_reason: str | None) -> list[dict[str, Any]]:
+        """Returns the deltas for what is new; with a reason, the last ones."""
+        return [_delta(event) for event in self._events(text, finish_reason)]
 
-    def reason_of(self, piece: Piece) -> str | None:
-        """Returns the finish reason: an answer that came to its end with calls waits for their results."""
-        return TOOL_CALLS if piece.finish_reason == STOP and self._parser.calls else piece.finish_reason
+    def reason_of(self, finish_reason: str | None) -> str | None:
+        """Returns what the client is told: one that came to its end with calls waits for their results."""
+        return TOOL_CALLS if finish_reason == STOP and self._parser.calls else finish_reason
 
+    def whole(self, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
+        """Returns the message for all of a choice's text, and the reason to tell."""
+        content = ""
+        calls: list[dict[str, Any]] = []
+        for event in self._events(text, finish_reason):
+            match event:
+                case Text():
+                    content += event.text
+                case CallBegin():
+                    calls.append(_call(event))
+                case CallArguments():
+                    calls[-1]["function"]["arguments"] += event.text
+        message = {"role": "assistant", "content": content or None, "refusal": None}
+        return message | {TOOL_CALLS: calls} if calls else message, self.reason_of(finish_reason)
 
-def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the message that a choice's deltas add up to."""
-    content = "".join(delta.get("content", "") for delta in deltas)
-    calls: list[dict[str, Any]] = []
-    for part in (part for delta in deltas for part in delta.get(TOOL_CALLS, ())):
-        if "id" in part:
-            calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
-        else:
-            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
-    message = {"role": "assistant", "content": content or None, "refusal": None}
-    return message | {TOOL_CALLS: calls} if calls else message
+    def _events(self, text: str, finish_reason: str | None) -> list[Event]:
+        events = self._parser.feed(text)
+        return events if finish_reason is None else events + self._parser.finish()
 
 
 def _delta(event: Event) -> dict[str, Any]:
@@ -48,8 +50,12 @@ def _delta(event: Event) -> dict[str, Any]:
         case Text():
             return {"content": event.text}
         case CallBegin():
-            function = {"name": event.name, "arguments": ""}
-            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-            return {TOOL_CALLS: [{"index": event.index, **call}]}
+            return {TOOL_CALLS: [{"index": event.index, **_call(event)}]}
         case CallArguments():
             return {TOOL_CALLS: [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
+def _call(event: CallBegin) -> dict[str, Any]:
+    """Returns a call without arguments."""
+    function = {"name": event.name, "arguments": ""}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from gateway.schemas.generation import AtMost, StrictModel
+from gateway.schemas.generation import AtMost, StrictModel, fault
 from gateway.tools.use import Function
 
 MAX_TOOLS = 128
@@ -28,6 +28,12 @@ class FunctionDefinition(StrictModel):
     strict: bool | None = Field(
         False, description="Hold the arguments to the schema, and refuse what cannot be."
     )
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> FunctionDefinition:
+        if (self.parameters or {}).get("type", "object") != "object":
+            raise fault("parameters", "its 'type' must be \"object\"")
+        return self
 
 
 class Tool(StrictModel):

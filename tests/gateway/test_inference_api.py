@@ -367,6 +367,8 @@ TEXT = "/v1/completions"
         (CHAT, {"tools": [{"type": "custom", "function": F}]}, "tools[0].type", "'function'"),
         (CHAT, {"tools": [{"type": "function", "function": F}]}, "tools", "does not show tools"),
         (CHAT, {"tools": [{"type": "function", "function": F}] * 2}, "tools", "'f' is there more than once"),
+        (CHAT, {"tools": [{"type": "function", "function": F | {"parameters": {"type": "array"}}}]},
+         "tools[0].function.parameters", "must be \"object\""),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "it needs 'tools'"),
         (CHAT, {"tool_choice": "any"}, "tool_choice", "'required'"),
         (CHAT, {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "Missing"),
