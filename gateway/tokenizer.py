@@ -163,15 +163,12 @@ class ModelTokenizer:
         ]
 
     def _table_with(self, shown: frozenset[int]) -> Sequence[bytes]:
-        with self._lock:
-            table = self._tables.get(shown)
-        if table is None:
+        if shown not in self._tables:
             table = list(self._text_bytes)
             for token in shown & self._special:
                 table[token] = self.token_bytes(token)
-            with self._lock:
-                self._tables[shown] = table
-        return table
+            self._tables[shown] = table
+        return self._tables[shown]
 
     def warm_up(self) -> None:
         """Builds what is built on first use, so that no request waits for it. Takes some 100 ms."""

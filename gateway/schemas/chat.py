@@ -19,6 +19,7 @@ from gateway.tools.use import Calls, ToolUse
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 _NO_CHANGE = "Accepted; changes nothing."
 
 
@@ -133,6 +134,15 @@ class ChatRequest(Conversation, StructureFields):
                     "stream_options": {"include_usage": True},
                     "stop": ["\n\n"],
                     "seed": 7,
+                    "max_tokens": 16,
+                },
+                {
+                    "model": "sql",
+                    "messages": [
+                        {"role": "user", "content": "Rain?"},
+                        {"role": "assistant", "tool_calls": [_CALL]},
+                        {"role": "tool", "tool_call_id": "call_1", "content": "no"},
+                    ],
                     "max_tokens": 16,
                 },
             ]
