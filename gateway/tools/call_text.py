@@ -43,11 +43,10 @@ class CallText:
     def whole(self, text: str) -> tuple[str, str] | None:
         """Returns the name and the arguments of a whole call; None when it is none."""
         call = _loaded(text)
-        if not isinstance(call, dict):
-            return None
-        name, arguments = self._known(call.get("name")), call.get(self._form.arguments, {})
+        name = self._known(call.get("name")) if isinstance(call, dict) else None
         if name is None:
             return None
+        arguments = call.get(self._form.arguments, {})
         # A model that was trained on OpenAI's form writes arguments as text.
         return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
@@ -56,7 +55,10 @@ class CallText:
 
 
 def _loaded(text: str) -> Any:
+    """Returns what JSON says; None where it is none, or cannot be sent on: it can spell lone surrogates."""
     try:
-        return json.loads(text, strict=False)
+        found = json.loads(text, strict=False)
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
+    return found

@@ -34,6 +34,7 @@ def prepare_history(messages: Sequence[dict[str, Any]], form: CallForm | None) -
 def _arguments(text: str) -> Any:
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # JSON can spell lone surrogates, which no prompt can
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text

@@ -38,6 +38,7 @@ def read(form: CallForm, *pieces: str) -> Read:
     parser = CallParser(form, NAMES)
     events = [event for piece in pieces for event in parser.feed(piece)]
     found = joined(events + parser.finish())
+    json.dumps(found, ensure_ascii=False).encode()  # can be sent
     assert parser.calls == len(found[1])
     return found
 
@@ -63,6 +64,19 @@ CASES: list[tuple[CallForm, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": {}</tool_call> so', " so", [("f", "{}")]),
     (HERMES, f"<tool_call>{HI}\n</tool_c", "", [F]),
     (HERMES, '\n<tool_call>{"nam', '\n<tool_call>{"nam', []),
+    (
+        HERMES,
+        '<tool_call>{"name": "\\ud800", "arguments": {}}',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}',
+        [],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}',
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}',
+        [],
+    ),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}', "", [("f", '{"a": "\\ud800"}')]),
     (HERMES, "<tool_call>no {} </tool_call>", "<tool_call>no {} </tool_call>", []),
     (HERMES, "<tool_call>{'name': 'f'}</tool_call>", "<tool_call>{'name': 'f'}</tool_call>", []),
     (HERMES, '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
@@ -113,7 +127,7 @@ PARTS = [
         '"',
     ),
     *("\\", "\n", " ", "<", "日", "a", '"name": "f"', '"name": "Ann"', '"arguments": {', '"parameters": {'),
-    *(HI, LONG, HI.replace("arguments", "parameters"), '"type"'),
+    *('\\ud800"', '"name": "\\udfff"', HI, LONG, HI.replace("arguments", "parameters"), '"type"'),
 ]
 
 

@@ -183,7 +183,7 @@ def test_the_template_sees_tools_calls_and_results(client: OpenAI, engines: Engi
     assert prompt.index("Bern") < prompt.index("no", prompt.index("Bern"))
 
 
-@pytest.mark.parametrize("arguments", ['{"place": "Be', "[" * 1500, "3"])
+@pytest.mark.parametrize("arguments", ['{"place": "Be', "[" * 1500, "3", r'{"a": "\ud800"}'])
 def test_arguments_that_are_no_object_are_shown_as_text(
     client: OpenAI, engines: Engines, arguments: str
 ) -> None:
