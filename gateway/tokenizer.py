@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import Decoder
 
+from adapters.chat_templates import stated_template
 from gateway import memory
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
@@ -234,13 +235,10 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
-    """Finds the template: its own file, else the config's text, or of several the one named `default`."""
+    """Finds the template: its own file, else what the config states."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+    return stated_template(config.get("chat_template"))
 
 
 def _is_byte_level(decoder: Decoder | None) -> bool:
