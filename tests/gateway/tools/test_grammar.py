@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import product
 from typing import Any
 
@@ -35,13 +36,16 @@ class Vocabulary:
         self.gateway = ModelTokenizer.from_files(files)
         self.gateway.end_tokens = end_tokens
         self._tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
-        self._engine = LLTokenizer(files["tokenizer.json"].decode(), n_vocab=512, eos_token=[EOS])
+        self.engine = LLTokenizer(files["tokenizer.json"].decode(), n_vocab=512, eos_token=[EOS])
+
+    def tokens(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def fits(self, use: ToolUse, form: CallForm, text: str, *more: int, content: Any = None) -> bool:
         grammar, fault = lark_grammar(call_grammar(use, form, self.gateway, content))
         assert not fault
-        matcher = LLMatcher(self._engine, grammar, log_level=0)
-        tokens = [*self._tokenizer.encode(text, add_special_tokens=False).ids, *more]
+        matcher = LLMatcher(self.engine, grammar, log_level=0)
+        tokens = [*self.tokens(text), *more]
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -81,6 +85,14 @@ def test_text_may_have_tags(vocabulary: Vocabulary) -> None:
         assert vocabulary.fits(ToolUse([STRICT]), HERMES, text) == good
 
 
+def test_a_marker_that_is_a_token_cannot_be_spelt_either() -> None:
+    call = f"<tool_call>\n{WRONG}\n</tool_call>"
+    spelt = SPELT.tokens(f"So {call}")
+    assert len(spelt) > len(TOKENS.tokens(f"So {call}"))
+    assert not TOKENS.fits(ToolUse([STRICT]), HERMES, "", *spelt)
+    assert TOKENS.fits(ToolUse([STRICT]), HERMES, "", *SPELT.tokens("So <tool_calls>"))
+
+
 def test_an_adapter_s_own_end_token_is_an_end() -> None:
     end = 300
     vocabulary = Vocabulary(tokenizer_files(""), (end,))
@@ -100,18 +112,18 @@ def test_content_has_its_own_schema(form: CallForm, text: str) -> None:
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
-def test_what_the_grammar_makes_is_read_as_calls(form: CallForm) -> None:
-    """The grammar's own tokens, where each step has one way on, are read by the parser."""
+def test_what_is_drawn_from_the_grammar_is_read_as_a_call(form: CallForm) -> None:
     only = Function("only", "", {"type": "object", "properties": {"a": {"const": "日本"}}, "required": ["a"],
                                  "additionalProperties": False})  # fmt: skip
     grammar, _ = lark_grammar(call_grammar(ToolUse([only], Calls.REQUIRED, "only"), form, SPELT.gateway))
-    matcher = LLMatcher(SPELT._engine, grammar, log_level=0)
-    text = b""
-    while not matcher.is_stopped():
+    matcher = LLMatcher(SPELT.engine, grammar, log_level=0)
+    text, draw = b"", random.Random(1)
+    for _ in range(200):
+        if matcher.is_stopped():
+            break
         mask = matcher.compute_bitmask()
         allowed = [t for t in range(462) if mask[t // 8] >> (t % 8) & 1 and t != EOS]
-        # The marker of a form that may go without, and the space before a list, are passed over.
-        token = max(allowed, key=lambda t: SPELT.gateway.token_bytes(t) == b"{")
+        token = draw.choice(allowed)
         matcher.consume_token(token)
         text += SPELT.gateway.token_bytes(token)
     parser = CallParser(form, ["only"])

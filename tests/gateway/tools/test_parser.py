@@ -59,6 +59,7 @@ CASES: list[tuple[CallForm, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     (HERMES, '<tool_call>{"name": "other", "arguments": {}, "id": "}"}</tool_call>', "", [("other", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}, "id": {"x": [1]}}</tool_call>', "", [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": </tool_call>!', "!", [("f", '{"a": ')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x', "", [("f", '{"a": "x')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {}</tool_call> so', " so", [("f", "{}")]),
@@ -84,6 +85,7 @@ CASES: list[tuple[CallForm, str, str, list[tuple[str, str]]]] = [
     (MISTRAL, f"[TOOL_CALLS] [{HI}, {LONG}]", "", [F, W]),
     (MISTRAL, f"[TOOL_CALLS][{HI}]\n", "", [F]),
     (MISTRAL, f"So: [TOOL_CALLS][{HI}] [1]", "So: [1]", [F]),
+    (MISTRAL, f"[TOOL_CALLS] [no[TOOL_CALLS] [{HI}]", "[TOOL_CALLS] [no", [F]),
     (MISTRAL, "[TOOL_CALLS] {}", "[TOOL_CALLS] {}", []),
     (MISTRAL, "[TOOL_CALLS] [[]]", "[TOOL_CALLS] [[]]", []),
     (MISTRAL, "[TOOL_ or not", "[TOOL_ or not", []),
@@ -194,6 +196,12 @@ def test_only_what_may_be_a_marker_is_held_back(form: CallForm) -> None:
     if not form.bare:
         assert parser.feed(form.marker[:-1]) == []
         assert joined(parser.feed("!")) == (form.marker[:-1] + "!", [])
+
+
+def test_an_answer_in_json_is_not_held_back() -> None:
+    parser = CallParser(LLAMA, NAMES)
+    assert parser.feed('{ "n') == []
+    assert joined(parser.feed('ot": {')) == ('{ "not": {', [])
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
