@@ -68,8 +68,8 @@ _CONFLICTS = {
         "name_used",
     ),
     "too_many_renames": (
-        "This tenant has {detail} former names of adapters, the most that are kept. Upload a version under the "
-        "other name instead.",
+        "This tenant has {detail} former names of adapters, the most that are kept. Upload a version under "
+        "the other name instead.",
         "too_many_renames",
     ),
     "too_many_grants": (
