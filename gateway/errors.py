@@ -216,7 +216,8 @@ async def _on_validation_error(_: Request, error: Exception) -> Response:
 def validation_error(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     """Returns the 400 for pydantic's list of faults: `param` names the field as `messages[0].content`."""
     fault = min(faults, key=_rank)
-    param = fault["ctx"]["field"] if fault["type"] == "field_conflict" else _param_of(fault["loc"])
+    within = (fault["ctx"]["field"],) if fault["type"] == "field_conflict" else ()
+    param = _param_of((*fault["loc"], *within))
     if fault["type"] == "json_invalid":
         return invalid_request("The request's body is not valid JSON.", code="invalid_json")
     if fault["type"] == "extra_forbidden":

@@ -85,16 +85,18 @@ class Generation:
         info: ModelInfo,
         tokenizer: ModelTokenizer,
         stops: Sequence[str],
+        shown: frozenset[int],
         metrics: RequestMetrics,
         admission: Admission,
         ledger: Ledger,
     ) -> None:
+        """`shown` are special tokens that are text nevertheless."""
         first = submits[0]
         self.usage = Usage(prompt_tokens=sum(len(submit.prompt_tokens) for submit in submits))
         self.tokenizer = tokenizer
         self._stream = stream
         self._choices = [
-            _Choice(TextStream(tokenizer.decoder(), stops)) for submit in submits for _ in submit.seeds
+            _Choice(TextStream(tokenizer.decoder(shown), stops)) for submit in submits for _ in submit.seeds
         ]
         self._end_tokens = frozenset(first.stop_token_ids) | frozenset(
             () if first.ignore_eos else info.eos_token_ids

@@ -7,7 +7,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from gateway.errors import invalid_request
+from gateway.errors import ApiError, invalid_request
 from gateway.schemas.structure import Structure, StructureFields
 
 _ANY_OBJECT = {"type": "object"}
@@ -28,10 +28,31 @@ async def grammar_of(fields: StructureFields) -> str:
     try:
         return await asyncio.to_thread(_checked, asked)
     except ValueError as error:
-        fault = " ".join(str(error).split())[:_LONGEST_FAULT]
-        raise invalid_request(
-            f"'{asked.param}' cannot be used: {fault}", param=asked.param, code="invalid_structure"
-        ) from error
+        raise unusable(asked.param, str(error)) from error
+
+
+def unusable(param: str, fault: str) -> ApiError:
+    """Returns the 400 for a structure that no answer can be held to."""
+    fault = " ".join(fault.split())[:_LONGEST_FAULT]
+    return invalid_request(f"'{param}' cannot be used: {fault}", param=param, code="invalid_structure")
+
+
+def lark_grammar(text: str) -> tuple[str, str]:
+    """Returns a grammar in Lark as llguidance takes it, and why it cannot be used; "" when it can."""
+    from llguidance import LLMatcher  # here, since few need it
+
+    grammar = LLMatcher.grammar_from_lark(text)
+    return grammar, _fault_of(grammar)
+
+
+def schema_fault(schema: dict[str, Any] | bool) -> str:
+    """Returns why no answer can be held to a JSON schema; "" when it can."""
+    return _fault_of(_schema(schema))
+
+
+def spaced(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """Returns a schema that says how JSON is written as well; `true` has no room for it."""
+    return schema | {"x-guidance": _SPACING} if isinstance(schema, dict) else schema
 
 
 def _checked(asked: Structure) -> str:
@@ -60,9 +81,7 @@ def _written(kind: str, value: Any) -> str:
 
 
 def _schema(schema: dict[str, Any] | bool) -> str:
-    # `true` allows anything, and has no room for an option.
-    spaced = schema | {"x-guidance": _SPACING} if isinstance(schema, dict) else schema
-    return json.dumps({"grammars": [{"json_schema": spaced}]})
+    return json.dumps({"grammars": [{"json_schema": spaced(schema)}]})
 
 
 def _literal(text: str) -> str:

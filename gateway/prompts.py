@@ -14,6 +14,9 @@ from gateway.schemas.completion import CompletionRequest
 from gateway.submission import check_prompt_tokens, too_long
 from gateway.template_host import TemplateHost
 from gateway.tokenizer import ModelTokenizer
+from gateway.tools.forms import form_of
+from gateway.tools.history import prepare_history
+from gateway.tools.plan import not_shown
 from protos.engine_pb2 import ModelInfo
 
 Result = TypeVar("Result")
@@ -32,18 +35,31 @@ async def chat_prompt(
     """
     messages = [message.for_template() for message in body.messages]
     options = _template_options(body)
+    form = form_of(tokenizer.template_source)
+    tools = body.tools or ()
+    if tools and form is None:
+        raise not_shown()
+    # What a client hands to the template may keep it busy for long.
+    short = not (tools or body.chat_template_kwargs or any("tool_calls" in each for each in messages))
+    short = short and sum(_MESSAGE + len(each["content"]) for each in messages) <= _SHORT
+
+    def tokens_of(text: str) -> list[int]:
+        if any(tool.function.name not in text for tool in tools):
+            raise not_shown(" here")
+        return _chat_tokens(text, tokenizer, model)
+
+    def rendered() -> list[int]:
+        prepare_history(messages, form)
+        return tokens_of(tokenizer.chat_template.render(messages, **options))
+
     try:
         if tokenizer.trusted or tokenizer.template_source is None:
-            return await _run(
-                lambda: _chat_tokens(tokenizer.chat_template.render(messages, **options), tokenizer, model),
-                # What a client hands to the template may keep it busy for long.
-                short=not body.chat_template_kwargs
-                and sum(_MESSAGE + len(message["content"]) for message in messages) <= _SHORT,
-            )
+            return await _run(rendered, short=short)
+        await _run(lambda: prepare_history(messages, form), short=short)
         text = await templates.render(tokenizer.template_source, tokenizer.named_tokens, messages, options)
     except ChatTemplateError as error:
         raise invalid_request(str(error), param="messages", code="invalid_chat") from error
-    return await asyncio.to_thread(_chat_tokens, text, tokenizer, model)
+    return await asyncio.to_thread(tokens_of, text)
 
 
 async def completion_prompts(
@@ -89,6 +105,7 @@ def _template_options(body: Conversation) -> dict[str, Any]:
     return {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": body.continue_final_message,
+        "tools": [tool.to_function().for_template() for tool in body.tools] if body.tools else None,
         "variables": body.chat_template_kwargs,
     }
 

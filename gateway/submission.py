@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gateway.activation import activation_start
 from gateway.auth import Principal
@@ -14,6 +14,7 @@ from protos.engine_pb2 import Sampling, Submit
 
 # On the wire, a top_p of 0 means off; to a client it means the most likely token only.
 _LEAST_TOP_P = 1e-6
+_BAN = -100.0
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -28,18 +29,19 @@ def build_submits(
     logprobs: int | None,
     end_tokens: Sequence[int] = (),
     grammar: str = "",
+    banned: Collection[int] = (),
 ) -> list[Submit]:
     """Returns a Submit per prompt, complete but for the request id.
 
     `max_tokens` None: as many as the model's length leaves. `end_tokens` end an answer beside the model's
-    own; `grammar` is what each choice must fit. Raises ApiError 400 for a prompt that does not fit, a token
-    that does not exist, or more choices than an engine runs.
+    own; `grammar` is what each choice must fit; `banned` tokens do not come. Raises ApiError 400 for a
+    prompt that does not fit, a token that does not exist, or more choices than an engine runs.
     """
     count = fields.n or 1
     if 0 < model.info.max_num_seqs < count:
         message = f"'n' is {count}, but the engine runs at most {model.info.max_num_seqs} choices at once."
         raise invalid_request(message, param="n")
-    sampling = _sampling(fields, model.vocab_size, logprobs)
+    sampling = _sampling(fields, model.vocab_size, logprobs, banned)
     stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
     check_tokens(stop_tokens, model.vocab_size, "stop_token_ids")
     if not fields.ignore_eos:
@@ -121,9 +123,12 @@ def _adapter_for(prompt: Sequence[int], model: ResolvedModel) -> tuple[bytes, in
     return (b"", 0) if start is None else (adapter.digest, start)
 
 
-def _sampling(fields: GenerationFields, vocab_size: int, logprobs: int | None) -> Sampling:
+def _sampling(
+    fields: GenerationFields, vocab_size: int, logprobs: int | None, banned: Collection[int]
+) -> Sampling:
     bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     check_tokens(list(bias), vocab_size, "logit_bias")
+    bias.update(dict.fromkeys(banned, _BAN))
     top_p = 1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P)
     return Sampling(
         temperature=1.0 if fields.temperature is None else fields.temperature,

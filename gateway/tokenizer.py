@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import Decoder
 
+from adapters.chat_templates import stated_template
 from gateway import memory
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
@@ -43,9 +44,10 @@ class ModelTokenizer:
         self.named_tokens = named_tokens
         self.template_source = template
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, each in added.items() if each.special)
+        self._added = {each.content: token for token, each in added.items()}
+        self._tables: dict[frozenset[int], Sequence[bytes]] = {}  # by the special tokens that they show
         self._byte_level = byte_level
         self._lock = threading.Lock()
 
@@ -119,11 +121,15 @@ class ModelTokenizer:
         # The fast one keeps no offsets, which for a long text takes most of the time, and memory.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def decoder(self) -> TokenDecoder:
-        """Returns a decoder for the tokens of one choice, without special tokens."""
+    def decoder(self, shown: frozenset[int] = frozenset()) -> TokenDecoder:
+        """Returns a decoder for one choice's tokens, without special tokens but those in `shown`."""
         if self._byte_level:
-            return ByteDecoder(self._text_bytes)
-        return WindowDecoder(self._tokenizer, self._special)
+            return ByteDecoder(self._table_with(shown) if shown else self._text_bytes)
+        return WindowDecoder(self._tokenizer, self._special - shown)
+
+    def added_token(self, text: str) -> int | None:
+        """Returns the token that a text is, if it was added to the vocabulary as one."""
+        return self._added.get(text)
 
     def token_bytes(self, token: int) -> bytes:
         """Returns what one token stands for, special tokens by their names; may be a part of a character."""
@@ -147,6 +153,23 @@ class ModelTokenizer:
                 if token not in self._special:
                     table[token] = _bytes_of(name)
             return table
+
+    @cached_property
+    def tags(self) -> Sequence[int]:
+        """Tokens such as `<think>` that were added as one, and are text. Grammars take them for no text."""
+        return [
+            token
+            for text, token in self._added.items()
+            if token not in self._special and text.startswith("<") and text.endswith(">")
+        ]
+
+    def _table_with(self, shown: frozenset[int]) -> Sequence[bytes]:
+        if shown not in self._tables:
+            table = list(self._text_bytes)
+            for token in shown & self._special:
+                table[token] = self.token_bytes(token)
+            self._tables[shown] = table
+        return self._tables[shown]
 
     def warm_up(self) -> None:
         """Builds what is built on first use, so that no request waits for it. Takes some 100 ms."""
@@ -212,13 +235,10 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
-    """Finds the template: its own file, else the config's text, or of several the one named `default`."""
+    """Finds the template: its own file, else what the config states."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+    return stated_template(config.get("chat_template"))
 
 
 def _is_byte_level(decoder: Decoder | None) -> bool:

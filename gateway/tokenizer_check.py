@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from adapters.adapter_files import TOKENIZER_FILES
+from adapters.chat_templates import stated_template
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.tokenizer import NAMED_TOKENS
 from gateway.tokenizer_effect import MAX_EFFECT_BYTES, TokenizerEffect, extend
@@ -145,17 +146,11 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _template_of(own: Files, base: Files) -> str | None:
     """A file of its own comes before the config's; what an adapter lacks is the base model's."""
     for files in (own, base):
-        for template in (
-            files["chat_template.jinja"].decode(errors="replace") if "chat_template.jinja" in files else None,
-            _object(files, "tokenizer_config.json").get("chat_template"),
-            _object(files, "chat_template.json").get("chat_template"),
-        ):
-            if isinstance(template, list):  # several by name
-                named = [
-                    each for each in template if isinstance(each, dict) and each.get("name") == "default"
-                ]
-                template = named[0].get("template") if named else None
-            if isinstance(template, str):
+        if "chat_template.jinja" in files:
+            return files["chat_template.jinja"].decode(errors="replace")
+        for name in ("tokenizer_config.json", "chat_template.json"):
+            template = stated_template(_object(files, name).get("chat_template"))
+            if template is not None:
                 return template
     return None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from adapters.chat_templates import stated_template
 from engine.model.config import ModelConfig, parse_hf_config
 from engine.model.errors import ModelNotAvailable, UnsupportedModel
 from engine.model.llama import LlamaModel
@@ -181,20 +182,12 @@ def _folder_tokenizer(folder: Path) -> dict[str, bytes]:
     config = {**_read_json(folder / "special_tokens_map.json", required=False), **config}
     files = {"tokenizer.json": tokenizer.read_bytes()}
     template_file = folder / "chat_template.jinja"
-    template = template_file.read_text() if template_file.exists() else _default_template(config)
+    stated = stated_template(config.pop("chat_template", None))
+    template = template_file.read_text() if template_file.exists() else stated
     if template:
         files["chat_template.jinja"] = template.encode()
-    config.pop("chat_template", None)
     files["tokenizer_config.json"] = json.dumps(config, ensure_ascii=False, indent=2).encode()
     return files
-
-
-def _default_template(tokenizer_config: dict[str, Any]) -> str | None:
-    """``chat_template`` is a template, or a list of named ones of which ``default`` is for chat."""
-    stated = tokenizer_config.get("chat_template")
-    if isinstance(stated, list):
-        return next((entry["template"] for entry in stated if entry["name"] == "default"), None)
-    return stated
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

@@ -60,10 +60,12 @@ async def generate(
     model: ResolvedModel,
     tokenizer: ModelTokenizer,
     route: str,
+    shown: frozenset[int] = frozenset(),
 ) -> Response:
     """Runs the submits of a body, if the caller's limits allow it, and answers in its form.
 
-    `route` is for the metrics and the ledger. Raises ApiError as `Admissions.admit` and `answer`.
+    `route` is for the metrics and the ledger; `shown` are special tokens that the form is to see.
+    Raises ApiError as `Admissions.admit` and `answer`.
     """
     services: Services = request.app.state.services
     deadline = deadline_of(request.headers, services.settings.request_timeout_s)
@@ -82,6 +84,7 @@ async def generate(
         info=model.info,
         tokenizer=tokenizer,
         stops=body.stop_strings,
+        shown=shown,
         metrics=services.metrics.request(caller.tenant_id, model.adapter_name, route),
         admission=admission,
         ledger=services.ledger,

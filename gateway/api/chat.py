@@ -9,11 +9,11 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate, head, token_text, tokens_of
+from gateway.api.chat_calls import CallReader
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
 from gateway.generation import Piece, TokenInfo, Usage
-from gateway.grammars import grammar_of
 from gateway.prompts import chat_prompt
 from gateway.resolve import ResolvedModel
 from gateway.schemas.answers import ChatCompletion, ChatCompletionChunk
@@ -22,6 +22,7 @@ from gateway.services import Services
 from gateway.sse import event
 from gateway.submission import build_submits
 from gateway.tokenizer import ModelTokenizer
+from gateway.tools.plan import ToolPlan, plan_tools
 
 router = APIRouter(tags=["inference"])
 
@@ -45,6 +46,7 @@ async def create_chat_completion(
     services.admissions.refuse_spent(caller, model.adapter_name)
     services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
+    plan = await plan_tools(body.tool_use, body, tokenizer)
     prompt = await chat_prompt(body, tokenizer, model, services.templates)
     submits = build_submits(
         body,
@@ -54,13 +56,27 @@ async def create_chat_completion(
         max_tokens=body.token_limit,
         logprobs=body.wanted_logprobs,
         end_tokens=tokenizer.end_tokens,
-        grammar=await grammar_of(body),
+        grammar=plan.grammar,
+        banned=plan.banned,
     )
     form = ChatFormat(
-        model, body.n or 1, tokenizer, logprobs=bool(body.logprobs), include_usage=body.include_usage
+        model,
+        body.n or 1,
+        tokenizer,
+        plan,
+        logprobs=bool(body.logprobs),
+        include_usage=body.include_usage,
     )
     return await generate(
-        request, body, form, submits, caller=caller, model=model, tokenizer=tokenizer, route="chat"
+        request,
+        body,
+        form,
+        submits,
+        caller=caller,
+        model=model,
+        tokenizer=tokenizer,
+        route="chat",
+        shown=plan.shown,
     )
 
 
@@ -72,6 +88,7 @@ class ChatFormat:
         model: ResolvedModel,
         choices: int,
         tokenizer: ModelTokenizer,
+        plan: ToolPlan,
         *,
         logprobs: bool,
         include_usage: bool,
@@ -81,6 +98,8 @@ class ChatFormat:
         self._choices = choices
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        parsers = [plan.parser() for _ in range(choices)]
+        self._calls = [CallReader(parser) for parser in parsers if parser is not None]  # none, or all
         # A stream that ends with usage says `null` before. The text is put between two parts made once.
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
         self._before = [self._text_chunk_start(index) for index in range(choices)]
@@ -96,11 +115,13 @@ class ChatFormat:
 
     def opening(self) -> bytes:
         """See AnswerFormat: the role, for each choice."""
-        delta = {"role": "assistant", "content": "", "refusal": None}
+        delta = {"role": "assistant", "content": None if self._calls else "", "refusal": None}
         return b"".join(self._event(index, delta, None, None) for index in range(self._choices))
 
     def chunk(self, piece: Piece) -> bytes:
         """See AnswerFormat: text and the reason for the end are chunks of their own."""
+        if self._calls:
+            return self._chunk_with_calls(piece)
         data = b""
         if piece.tokens:
             data = self._event(piece.choice, {"content": piece.text}, self._logprobs_of(piece.tokens), None)
@@ -110,26 +131,41 @@ class ChatFormat:
             data += self._event(piece.choice, {}, None, piece.finish_reason)
         return data
 
+    def _chunk_with_calls(self, piece: Piece) -> bytes:
+        calls = self._calls[piece.choice]
+        deltas = calls.of(piece.text, piece.finish_reason)
+        logprobs = self._logprobs_of(piece.tokens) if piece.tokens else None
+        if logprobs and not deltas:
+            deltas = [{}]
+        data = b""
+        for delta in deltas:
+            data += self._event(piece.choice, delta, logprobs, None)
+            logprobs = None  # all with the first
+        if piece.finish_reason is not None:
+            data += self._event(piece.choice, {}, None, calls.reason_of(piece.finish_reason))
+        return data
+
     def usage_chunk(self, usage: Usage) -> bytes:
         """See AnswerFormat."""
         return event(self._chunk_head | {"choices": [], "usage": usage.to_dict()})
 
     def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         """See AnswerFormat."""
-        choices = [
-            {
-                "index": index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(piece.text for piece in own),
-                    "refusal": None,
-                },
-                "logprobs": self._logprobs_of(tokens_of(own)) if self._logprobs else None,
-                "finish_reason": finish_reason_of(own),
-            }
-            for index, own in enumerate(pieces)
-        ]
+        choices = [self._whole_choice(index, own) for index, own in enumerate(pieces)]
         return self._head | {"choices": choices, "usage": usage.to_dict()}
+
+    def _whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        text, reason = "".join(piece.text for piece in pieces), finish_reason_of(pieces)
+        if self._calls:
+            message, reason = self._calls[index].whole(text, reason)
+        else:
+            message = {"role": "assistant", "content": text, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs_of(tokens_of(pieces)) if self._logprobs else None,
+            "finish_reason": reason,
+        }
 
     def _event(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None

@@ -14,6 +14,13 @@ FinishReason = Annotated[
     Literal["stop", "length"] | None,
     Field(description="`stop`: an end token or a stop string; `length`: the limit; null while it goes on."),
 ]
+ChatFinishReason = Annotated[
+    Literal["stop", "length", "tool_calls"] | None,
+    Field(
+        description="`stop`: an end token or a stop string; `tool_calls`: the same, where there are calls; "
+        "`length`: the limit; null while it goes on."
+    ),
+]
 Created = Annotated[int, Field(description="Unix time in seconds.")]
 ServedModel = Annotated[
     str, Field(description="What answered: the base model, or `name@version`.", examples=["sql@3"])
@@ -71,12 +78,28 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    """What is to be called, and with what."""
+
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as the model wrote it.")]
+
+
+class ToolCall(TypedDict):
+    """A call that the model asks for."""
+
+    id: Annotated[str, Field(examples=["call_5f0c6a1be2d34f7a9c8b7d6e"])]
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(TypedDict):
     """The message that continues the conversation."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="Null where there is none, with `tools`.")]
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -85,7 +108,7 @@ class ChatChoice(TypedDict):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(TypedDict):
@@ -100,12 +123,29 @@ class ChatCompletion(TypedDict):
     usage: Usage
 
 
+class CalledFunctionDelta(TypedDict):
+    """A call's name, once, or what is new of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What is new of a call: the first has everything but arguments."""
+
+    index: Annotated[int, Field(ge=0, description="Which of the message's calls.")]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
 class ChatDelta(TypedDict):
     """What is new of a message."""
 
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
     refusal: NotRequired[None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -114,7 +154,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletionChunk(TypedDict):

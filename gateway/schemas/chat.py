@@ -14,9 +14,12 @@ from gateway.schemas.generation import (
     fault,
 )
 from gateway.schemas.structure import StructureFields
+from gateway.schemas.tools import NamedTool, ToolCalls, ToolChoice, Tools
+from gateway.tools.use import Calls, ToolUse
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 _NO_CHANGE = "Accepted; changes nothing."
 
 
@@ -30,21 +33,54 @@ class TextPart(StrictModel):
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[TextPart], AtMost(MAX_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[TextPart] | None, AtMost(MAX_PARTS)] = Field(
+        None, description="May be null, or absent, beside `tool_calls`."
+    )
     name: str | None = None
+    tool_calls: ToolCalls | None = Field(None, description="What the assistant has called.")
+    tool_call_id: str | None = Field(
+        None, min_length=1, max_length=256, description="The call whose result a tool's message is."
+    )
+    parsed: Any = Field(None, description="Left there by clients that parse; changes nothing.")
     refusal: Unsupported = None
+    annotations: Unsupported = None
     audio: Unsupported = None
-    tool_calls: Unsupported = None
     function_call: Unsupported = None
 
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise fault("tool_calls", "only an assistant's message may have it")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            reason = (
+                "a tool's message needs it" if self.role == "tool" else "only a tool's message may have it"
+            )
+            raise fault("tool_call_id", reason)
+        if self.content is None and not self.tool_calls:
+            raise fault("content", "it may be null only in an assistant's message with 'tool_calls'")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content, parts joined by line ends; "" for none."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
     def for_template(self) -> dict[str, Any]:
-        """Returns what the chat template sees. Parts are joined by line ends; a developer is the system."""
-        text = (
-            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        )
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
+        """Returns what the chat template sees. A developer is the system; arguments are as they came."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 Messages = Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
@@ -54,6 +90,7 @@ class Conversation(StrictModel):
     """Messages, and how the model's chat template makes a prompt of them."""
 
     messages: Messages
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
     add_generation_prompt: bool | None = Field(None, description="As `apply_chat_template` has it.")
     continue_final_message: bool = Field(
         False, description="Continue the last message, not the conversation."
@@ -69,6 +106,9 @@ class Conversation(StrictModel):
         )
         if reserved:
             raise fault("chat_template_kwargs", f"'{sorted(reserved)[0]}' cannot be set here")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise fault("tools", f"'{max(names, key=names.count)}' is there more than once")
         return self
 
 
@@ -96,6 +136,15 @@ class ChatRequest(Conversation, StructureFields):
                     "seed": 7,
                     "max_tokens": 16,
                 },
+                {
+                    "model": "sql",
+                    "messages": [
+                        {"role": "user", "content": "Rain?"},
+                        {"role": "assistant", "tool_calls": [_CALL]},
+                        {"role": "tool", "tool_call_id": "call_1", "content": "no"},
+                    ],
+                    "max_tokens": 16,
+                },
             ]
         }
     )
@@ -105,16 +154,18 @@ class ChatRequest(Conversation, StructureFields):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives a token; needs `logprobs`."
     )
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Whether tools are called: `auto` by default, `none`, `required`, or one by its name.",
+    )
+    parallel_tool_calls: bool | None = Field(True, description="Whether an answer may have several calls.")
     # Accepted, since they do not change the answer.
     store: bool | None = Field(None, description=_NO_CHANGE)
     service_tier: Literal["auto", "default"] | None = Field(None, description=_NO_CHANGE)
     modalities: Annotated[list[Literal["text"]] | None, AtMost(1)] = Field(None, description=_NO_CHANGE)
-    parallel_tool_calls: bool | None = Field(None, description=_NO_CHANGE)
-    tool_choice: Literal["none", "auto"] | None = Field(None, description=_NO_CHANGE)
     safety_identifier: str | None = Field(None, description=_NO_CHANGE)
     prompt_cache_key: str | None = Field(None, description=_NO_CHANGE)
     # Known, and refused when used.
-    tools: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -128,7 +179,25 @@ class ChatRequest(Conversation, StructureFields):
     def _chat_fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise fault("top_logprobs", "it needs 'logprobs': true")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if (named or self.tool_choice == "required") and not self.tools:
+            raise fault("tool_choice", "it needs 'tools'")
+        if named and all(tool.function.name != named for tool in self.tools or ()):
+            raise fault("tool_choice", f"'{named}' is not among the 'tools'")
         return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """Which tools there are, and how they may be used; None without any."""
+        if not self.tools:
+            return None
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return ToolUse(
+            [tool.to_function() for tool in self.tools],
+            Calls.REQUIRED if named else Calls(self.tool_choice or "auto"),
+            named,
+            parallel=self.parallel_tool_calls is not False,
+        )
 
     @property
     def token_limit(self) -> int | None:

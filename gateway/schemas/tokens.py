@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 from gateway.schemas.chat import Conversation, Messages
 from gateway.schemas.generation import AtMost, StrictModel, TokenId, fault
+from gateway.schemas.tools import Tools
 
 _MOST_TOKENS = 1 << 20
 ModelName = Annotated[
@@ -34,6 +35,7 @@ class Tokenize(StrictModel):
         None, description="Add what the tokenizer puts around a `prompt`, such as a first token; it does."
     )
     messages: Messages | None = Field(None, description="A conversation.")
+    tools: Tools | None = Field(None, description="As for a chat.")
     add_generation_prompt: bool | None = Field(None, description="As for a chat.")
     continue_final_message: bool = Field(False, description="As for a chat.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As for a chat.")
@@ -46,6 +48,8 @@ class Tokenize(StrictModel):
             raise fault("messages", "it excludes 'prompt'")
         if self.messages is not None and self.add_special_tokens is not None:
             raise fault("add_special_tokens", "it needs 'prompt'")
+        if self.messages is None and self.tools is not None:
+            raise fault("tools", "it needs 'messages'")
         return self
 
     @property
@@ -55,6 +59,7 @@ class Tokenize(StrictModel):
             return None
         return Conversation(
             messages=self.messages,
+            tools=self.tools,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,

@@ -17,7 +17,7 @@ import random
 import signal
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +92,8 @@ class FakeEngine(EngineServicer):
     """`submits` and `aborts` keep all that was received. `counts` has, by tenant and length of the prompt,
     how many prompts it took and how many tokens it gave.
 
+    `scripts` are what choices give in place of hashes, and end with: choice i gives the i-th, and again.
+
     While `refusing`, it takes nothing, and says why and when to come back; when set to be `garbled`, its next
     message breaks the contract.
     """
@@ -109,6 +111,8 @@ class FakeEngine(EngineServicer):
     refusal: pb.Refusal = pb.REFUSAL_DRAINING
     retry_after_ms: int = 0
     garbled: bool = False
+    scripts: list[list[int]] = field(default_factory=list)
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=lambda: TOKENIZER_FILES)
     submits: list[pb.Submit] = field(default_factory=list)
     aborts: list[pb.Abort] = field(default_factory=list)
     running: dict[tuple[int, int], Choice] = field(default_factory=dict)
@@ -154,7 +158,7 @@ class FakeEngine(EngineServicer):
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: object
     ) -> AsyncIterator[pb.FileChunk]:
-        for name, data in TOKENIZER_FILES.items():
+        for name, data in self.tokenizer_files.items():
             for at in range(0, len(data), 4096):
                 yield pb.FileChunk(name=name, data=data[at : at + 4096])
 
@@ -240,6 +244,12 @@ class FakeEngine(EngineServicer):
             started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)]
         )
 
+    def _token(self, choice: Choice) -> int:
+        if not self.scripts:
+            return next_token(choice.request, choice.seed, choice.tokens)
+        script = self.scripts[choice.index % len(self.scripts)]
+        return script[len(choice.tokens)] if len(choice.tokens) < len(script) else EOS
+
     def _count(self, submit: pb.Submit) -> list[int]:
         return self.counts.setdefault(f"{submit.tenant}:{len(submit.prompt_tokens)}", [0, 0])
 
@@ -247,7 +257,7 @@ class FakeEngine(EngineServicer):
         message = pb.LinkResponse()
         any_logprobs = any(choice.request.sampling.HasField("logprobs") for choice in choices.values())
         for key, choice in list(choices.items()):
-            token = next_token(choice.request, choice.seed, choice.tokens)
+            token = self._token(choice)
             choice.tokens.append(token)
             self._count(choice.request)[1] += 1
             message.request_ids.append(key[0])

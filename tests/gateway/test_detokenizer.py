@@ -53,6 +53,19 @@ def test_byte_level_pieces_join_to_what_the_tokenizer_decodes_at_once(tokens: li
     assert joined(BYTE_LEVEL.decoder(), tokens) == BYTE_LEVEL_ORACLE.decode(tokens, skip_special_tokens=True)
 
 
+def test_special_tokens_are_text_when_they_are_to_be_shown() -> None:
+    tokenizer = sentencepiece_like()
+    tokenizer.add_special_tokens(["<s>", "[CALL]"])
+    sentencepiece = ModelTokenizer.from_files({"tokenizer.json": tokenizer.to_str().encode()})
+    for model, special in ((BYTE_LEVEL, ("<|im_start|>", "<|im_end|>")), (sentencepiece, ("<s>", "[CALL]"))):
+        hidden, shown = (model.added_token(text) for text in special)
+        assert hidden is not None and shown is not None
+        word = model.encode("s", add_special_tokens=False)[-1]
+        tokens = [word, hidden, shown, word]
+        assert joined(model.decoder(frozenset({shown})), tokens) == f"s{special[1]}s"
+        assert joined(model.decoder(), tokens) == "ss"
+
+
 @given(st.text(max_size=30))
 def test_no_piece_of_a_valid_text_holds_a_broken_character(text: str) -> None:
     tokens = BYTE_LEVEL.encode(text, add_special_tokens=False)

@@ -344,6 +344,8 @@ def test_requests_without_a_seed_differ(client: OpenAI, engine: FakeEngine) -> N
 
 CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url"}
+F = {"name": "f"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TEXT = "/v1/completions"
 
 
@@ -361,7 +363,21 @@ TEXT = "/v1/completions"
         (CHAT, {"n": 1000}, "n", "128"),
         (CHAT, {"stop": [""]}, "stop[0]", "at least 1 character"),
         (CHAT, {"bogus": 1}, "bogus", "Unrecognized request argument supplied: bogus"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "'tools' is not supported"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function", "Missing required parameter"),
+        (CHAT, {"tools": [{"type": "custom", "function": F}]}, "tools[0].type", "'function'"),
+        (CHAT, {"tools": [{"type": "function", "function": F}]}, "tools", "does not show tools"),
+        (CHAT, {"tools": [{"type": "function", "function": F}] * 2}, "tools", "'f' is there more than once"),
+        (CHAT, {"tools": [{"type": "function", "function": F | {"parameters": {"type": "array"}}}]},
+         "tools[0].function.parameters", "must be \"object\""),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "it needs 'tools'"),
+        (CHAT, {"tool_choice": "any"}, "tool_choice", "'required'"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "Missing"),
+        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content", "may be null only"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "needs it"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]},
+         "messages[0].tool_call_id", "only a tool's"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+         "messages[0].tool_calls", "only an assistant's"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         (CHAT, {"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
