@@ -67,6 +67,11 @@ _CONFLICTS = {
         "name.",
         "name_used",
     ),
+    "too_many_renames": (
+        "This tenant has {detail} former names of adapters, the most that are kept. Upload a version under "
+        "the other name instead.",
+        "too_many_renames",
+    ),
     "too_many_grants": (
         "'{name}' is shared with {detail} tenants, the most that is allowed. Revoke a grant first.",
         "too_many_grants",

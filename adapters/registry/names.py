@@ -124,16 +124,23 @@ changed(tenant, name, 'delete', by, {version = tonumber(version)})
 return {'ok', unused}
 """
 
+MOST_FORMER_NAMES = 10_000
+"""Of a tenant. Each rename looks through them, and holds up Redis for all tenants meanwhile."""
+
 # A number must not come to mean another version, so the target is a name that never had any, or the one that
 # these versions had before.
-_RENAME = """
+_RENAME = (
+    f"local MOST_FORMER_NAMES = {MOST_FORMER_NAMES}"
+    + """
 local tenant, name, target, by = unpack(ARGV)
 local live = live_of(tenant, name)
 if not live then return {'no_name'} end
 if live_of(tenant, target) then return {'taken', target} end
 local moved = at('moved', tenant)
-if redis.call('HEXISTS', at('last', tenant), target) == 1 and redis.call('HGET', moved, target) ~= name then
-    return {'used', target}
+local is_back = redis.call('HGET', moved, target) == name
+if redis.call('HEXISTS', at('last', tenant), target) == 1 and not is_back then return {'used', target} end
+if not is_back and redis.call('HLEN', moved) >= MOST_FORMER_NAMES then
+    return {'too_many_renames', tostring(MOST_FORMER_NAMES)}
 end
 for _, kind in ipairs({'versions', 'past', 'log', 'grants'}) do
     if redis.call('EXISTS', at(kind, tenant, name)) == 1 then
@@ -164,6 +171,7 @@ changed(tenant, target, 'rename', by, {detail = name})
 outdate(tenant, name)
 return {'ok'}
 """
+)
 
 # Nothing of a tenant that is gone stays, and nobody who gets its id inherits what others granted it.
 # → the names that it ever had.

@@ -27,6 +27,12 @@ class Quota:
                 "Delete one, upload a new version of one that is there, or ask your operator for more.",
                 "adapter_quota_exceeded",
             )
+        if status == "versions":
+            raise AdapterConflict(
+                f"'{name}' has {int(used):,} versions, the most that a name may have. Delete some that you "
+                "no longer need.",
+                "too_many_versions",
+            )
         if status == "bytes_quota":
             raise AdapterConflict(
                 f"This tenant's adapters take {int(used):,} of the {self.nbytes or 0:,} bytes that they may, "

@@ -18,8 +18,13 @@ BYTES = _ROOT + "bytes"
 UNRECORDED = _ROOT + "unrecorded"
 UNREFERENCED = _ROOT + "unreferenced"
 
+MOST_VERSIONS = 10_000
+"""Of a name."""
+
 # Keys are built here rather than passed: they are all in the slot of the one key that is passed.
-_SHARED = """
+_SHARED = (
+    f"local MOST_VERSIONS = {MOST_VERSIONS}"
+    + """
 local function at(...) return 'loraplex:{adapters}:' .. table.concat({...}, ':') end
 local function now() return tonumber(redis.call('TIME')[1]) end
 local function known(reply) if reply then return reply end end
@@ -68,8 +73,11 @@ local function drop(tenant, record)
 end
 
 -- Which quota the tenant would exceed with this version more, and how much of it is used; nothing: it fits.
--- An empty quota is none. The bytes of a digest that the tenant has already are no more bytes.
+-- An empty quota is none. The bytes of a digest that the tenant has already are no more bytes. A name's
+-- versions are read all at once, so their number is bounded for everybody.
 local function over_quota(tenant, name, record, most_names, most_bytes)
+    local versions = redis.call('HLEN', at('versions', tenant, name))
+    if versions >= MOST_VERSIONS then return 'versions', tostring(versions) end
     local names = redis.call('HLEN', at('live', tenant))
     if most_names ~= '' and not live_of(tenant, name) and names >= tonumber(most_names) then
         return 'adapter_quota', tostring(names)
@@ -134,6 +142,7 @@ local function remove_name(tenant, name)
     return unused
 end
 """
+)
 
 
 class Script:

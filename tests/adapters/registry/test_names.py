@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from adapters.identity import InvalidName
 from adapters.model_ref import ModelRef
 from adapters.registry import AdapterConflict, AdapterNotFound, Registry
+from adapters.registry.names import MOST_FORMER_NAMES
 from tests.adapters.registry.builders import ONE, THREE, TWO, meaning, summary
 
 
@@ -201,6 +202,21 @@ async def test_a_rename_never_gives_a_number_another_meaning(registry: Registry)
     assert (taken.value.code, used.value.code) == ("name_taken", "name_used")
     with pytest.raises(InvalidName):
         await registry.rename("acme", "a", "A")
+
+
+async def test_former_names_are_bounded_since_each_rename_looks_through_them(
+    registry: Registry, redis: Redis
+) -> None:
+    await registry.add_version("acme", "a", ONE)
+    await registry.rename("acme", "a", "b")
+    former = {f"former-{number}": "gone" for number in range(MOST_FORMER_NAMES - 1)}
+    await redis.hset("loraplex:{adapters}:moved:acme", mapping=former)  # type: ignore[misc]
+    with pytest.raises(AdapterConflict, match="10000 former names") as caught:
+        await registry.rename("acme", "b", "c")
+    assert caught.value.code == "too_many_renames"
+    await registry.rename("acme", "b", "a")
+    await registry.add_version("globex", "a", ONE)
+    await registry.rename("globex", "a", "b")
 
 
 async def test_a_rename_can_be_undone(registry: Registry) -> None:

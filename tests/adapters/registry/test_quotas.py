@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters.registry import AdapterConflict, Quota, Registry
+from adapters.registry.scripts import MOST_VERSIONS
 from tests.adapters.registry.builders import ONE, THREE, TWO, summary
 
 
@@ -49,6 +50,16 @@ async def test_a_version_more_of_a_name_and_a_digest_that_is_there_need_no_room(
         await registry.add_version("acme", "json", ONE, quota=full)
     shown = await registry.show("acme", "sql")
     assert shown is not None and [version.version for version in shown.versions] == [1, 2]
+
+
+async def test_a_name_has_no_more_versions_than_can_be_read_at_once(registry: Registry, redis: Redis) -> None:
+    await registry.add_version("acme", "sql", ONE)
+    versions = {f"old-{number}": "{}" for number in range(MOST_VERSIONS - 1)}
+    await redis.hset("loraplex:{adapters}:versions:acme:sql", mapping=versions)  # type: ignore[misc]
+    with pytest.raises(AdapterConflict, match=r"has 10,000 versions.*Delete") as caught:
+        await registry.add_version("acme", "sql", ONE)
+    assert caught.value.code == "too_many_versions"
+    await registry.add_version("acme", "json", ONE)
 
 
 async def test_what_is_deleted_makes_room_and_another_tenant_takes_none(registry: Registry) -> None:
