@@ -27,7 +27,7 @@ async def grammar_of(fields: StructureFields) -> str:
         return ""
     try:
         return await asyncio.to_thread(_checked, asked)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise unusable(asked.param, str(error)) from error
 
 

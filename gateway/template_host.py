@@ -54,7 +54,10 @@ class TemplateHost:
             "messages": list(messages),
             "options": dict(options),
         }
-        data = await asyncio.to_thread(lambda: json.dumps(question).encode())
+        try:
+            data = await asyncio.to_thread(lambda: json.dumps(question).encode())
+        except RecursionError:
+            raise ChatTemplateError("What the chat template is to show is nested too deeply.") from None
         async with self._lock:
             answer = await self._ask(source, LENGTH.pack(len(data)) + data)
         if "fault" in answer:

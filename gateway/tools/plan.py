@@ -65,7 +65,10 @@ def not_shown(reason: str = "") -> ApiError:
 
 def _grammar(use: ToolUse, form: CallForm, tokenizer: ModelTokenizer, structure: Structure | None) -> str:
     content = _content(structure) if structure and use.calls is Calls.ALLOWED else None
-    text = call_grammar(use, form, tokenizer, content)
+    try:
+        text = call_grammar(use, form, tokenizer, content)
+    except RecursionError as error:
+        raise unusable("tools", str(error)) from error
     if not text:
         return ""
     grammar, fault = lark_grammar(text)

@@ -297,6 +297,19 @@ def test_a_schema_that_cannot_be_held_to_is_refused_where_it_must_be(
     assert refused.value.param == "tools[1].function.parameters"
 
 
+@pytest.mark.parametrize(("depth", "strict"), [(300, "true"), (1000, "true"), (1000, "false")])
+def test_a_schema_that_is_nested_deeply_is_refused(
+    client: OpenAI, tool_stack: LocalStack, depth: int, strict: str
+) -> None:
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    function = f'{{"name": "f", "strict": {strict}, "parameters": {schema}}}'
+    rest = json.dumps({"model": "hermes", "messages": QUESTION, "max_tokens": 1})
+    body = f'{{"tools": [{{"type": "function", "function": {function}}}], {rest[1:]}'
+    headers = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json"}
+    answer = httpx.post(f"{tool_stack.url}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+
+
 def test_free_text_in_another_form_excludes_calls(client: OpenAI) -> None:
     arguments: Any = {"model": "hermes", "messages": QUESTION, "tools": TOOLS, "max_tokens": 1}
     with pytest.raises(openai.BadRequestError, match="excludes 'tools'") as refused:
