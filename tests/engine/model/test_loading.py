@@ -47,7 +47,7 @@ def test_tokenizer_files(folder: Path) -> None:
     )
     files = load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).tokenizer_files
     assert files["tokenizer.json"] == b"{}"
-    assert files["chat_template.jinja"] == b"D"
+    assert files["chat_template.jinja"] == b"{% if tools %}T{% else %}D{% endif %}"
     assert json.loads(files["tokenizer_config.json"]) == {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "chat_template.jinja").write_text("F")
     files = load_model(str(folder), dtype="float32", device="cpu", max_model_len=None).tokenizer_files

