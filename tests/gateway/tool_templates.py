@@ -69,8 +69,13 @@ MISTRAL = """\
 {%- endfor %}
 """
 
-TEMPLATES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": CHAT_TEMPLATE}
-"""By family; the last shows no tools."""
+SHY = (
+    "{% if tools and messages[0].role == 'system' %}<tool_call>{{ tools | tojson }}{% endif %}"
+    + CHAT_TEMPLATE
+)
+
+TEMPLATES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": CHAT_TEMPLATE, "shy": SHY}
+"""By family; the plain one shows no tools, and the shy one only below a system message."""
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")

@@ -1,4 +1,4 @@
-"""One gateway before four fake engines, whose models write calls in different forms."""
+"""One gateway before fake engines whose models write calls in different forms."""
 
 from __future__ import annotations
 

@@ -213,10 +213,14 @@ def test_tokens_are_counted_with_tools(tool_stack: LocalStack, client: OpenAI, e
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "none", "required"])
-def test_a_template_without_tools_refuses_them(client: OpenAI, tool_choice: Any) -> None:
+@pytest.mark.parametrize("model", ["plain", "shy"])
+def test_a_template_without_tools_refuses_them(client: OpenAI, model: str, tool_choice: Any) -> None:
+    arguments: Any = {"model": model, "tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 1}
     with pytest.raises(openai.BadRequestError, match="does not show tools") as refused:
-        client.chat.completions.create(model="plain", messages=QUESTION, tools=TOOLS, tool_choice=tool_choice)
+        client.chat.completions.create(messages=QUESTION, **arguments)
     assert refused.value.param == "tools"
+    if model == "shy":
+        client.chat.completions.create(messages=[{"role": "system", "content": ""}], **arguments)
 
 
 def test_no_call_is_read_where_none_is_allowed(client: OpenAI, engines: Engines) -> None:
@@ -320,7 +324,7 @@ def test_free_text_in_another_form_excludes_calls(client: OpenAI) -> None:
 
 def test_every_template_is_known() -> None:
     found = {name: form_of(source) for name, source in TEMPLATES.items()}
-    assert found == {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": None}
+    assert found == {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": None, "shy": HERMES}
     assert form_of(TEMPLATES["hermes"].replace("<tool_call>", "<tool_call><function=x>")) is None
     assert form_of(TEMPLATES["hermes"].replace("tools", "things")) is None
     assert form_of(None) is None
