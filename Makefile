@@ -23,8 +23,9 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY) ## run the whole stack on a real model: two tenants, two adapters; ONCE=1 exits after the answers
 	@$(BIN)/python examples/demo.py
 
+# Two at a time: half of them wait for processes more than they compute.
 test: $(READY) ## run every test that needs no GPU
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
 
 test-gpu: ## run the GPU tests with the current python3, which must hold torch with CUDA
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini -v tests/gpu

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MOST_KEPT = 256
-_MOST_ITEMS = 5_000
-"""Parser items of one token. An ambiguous grammar would hold up everybody's step for a second: with this it
-fails within some ten milliseconds, and a JSON schema needs a few hundred."""
+_MOST_ITEMS, _MOST_ITEMS_IN_ROW = 5_000, 500
+"""Parser items of one token, and of one byte. An ambiguous grammar would hold up everybody's step for a
+second: with these it fails before a token takes ten milliseconds, and a JSON schema needs far fewer."""
 _WORD_BITS = 32
 
 
@@ -118,7 +118,7 @@ class Grammars:
     def _compile(self, text: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(step_max_items=_MOST_ITEMS)
+        limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS_IN_ROW)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidGrammar(matcher.get_error())
