@@ -41,7 +41,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096
     shared_part: int = 24
-    """With several tenants here, a step has at most this part of its budget for prompts."""
+    """With several tenants here, a step has at most this part of its budget for prompts, or one block."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_num_seqs <= self.max_num_batched_tokens:
@@ -372,7 +372,7 @@ class Scheduler:
         if num_decodes and 0 < self._num_awaiting <= SHORT_STEPS:
             return 0
         if self._lives.is_shared and 2 * num_decodes >= could_run:
-            return max(1, most // self._limits.shared_part)
+            return max(BLOCK_SIZE, most // self._limits.shared_part)
         return most
 
     def _plan_chunk(self, step: _Step, seq: Sequence, *, is_newcomer: bool = False) -> None:
