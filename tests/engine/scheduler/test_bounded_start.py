@@ -122,17 +122,17 @@ def test_a_long_prompt_does_not_stand_before_another_tenant() -> None:
 
 
 def test_steps_are_short_while_several_tenants_are_here() -> None:
-    engine = make_engine(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=240)
+    engine = make_engine(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=480)
     for number in range(3):
         engine.scheduler.add(make_request(10, request_id=number, tenant="a", max_tokens=200))
     engine.step()
-    engine.scheduler.add(make_request([1] * 500, request_id=9, tenant="a", max_tokens=5))
-    assert [len(row.tokens) for row in engine.step().rows] == [1, 1, 1, 237], "one tenant has it all"
+    engine.scheduler.add(make_request([1] * 1000, request_id=9, tenant="a", max_tokens=5))
+    assert [len(row.tokens) for row in engine.step().rows] == [1, 1, 1, 477], "one tenant has it all"
     engine.scheduler.add(make_request([2] * 30, link="b", request_id=1, tenant="b", max_tokens=1))
     rows = engine.step().rows
     assert sorted(len(row.tokens) for row in rows) == [1, 1, 1, 30], "its own prompt, and nobody else's"
     sizes = [sorted(len(row.tokens) for row in engine.step().rows) for _ in range(3)]
-    assert sizes[0][-1] == 240 // 24, "then, prompts have a part of each step"
+    assert sizes[0][-1] == 480 // 24, "then, prompts have a part of each step"
     engine.run()
     engine.close()
 

@@ -149,7 +149,7 @@ def test_it_does_not_matter_how_an_answer_is_cut(name: str, answer: str, cuts: l
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(sorted(FORMS)),
-    st.text(st.characters(exclude_characters="<[{"), max_size=20),
+    st.text(st.characters(codec="utf-8", exclude_characters="<[{"), max_size=20),
     st.lists(
         st.tuples(
             st.sampled_from(NAMES),
