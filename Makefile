@@ -23,9 +23,10 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY) ## run the whole stack on a real model: two tenants, two adapters; ONCE=1 exits after the answers
 	@$(BIN)/python examples/demo.py
 
-# Two at a time: half of them wait for processes more than they compute.
+# Two at a time: half of them wait for processes more than they compute. Threads that spin while they wait for
+# one another would keep the other's from working.
 test: $(READY) ## run every test that needs no GPU
-	$(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
 
 test-gpu: ## run the GPU tests with the current python3, which must hold torch with CUDA
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini -v tests/gpu
