@@ -163,11 +163,11 @@ class Admissions:
             reply = await self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away_until:
-                logger.warning("limits are not held while Redis is away: %s: %s", type(error).__name__, error)
+                logger.warning("limits are not held while Redis does not answer: %s: %s", type(error).__name__, error)
             self._away_until = time.monotonic() + _AWAY_S
             return None
         if self._away_until:
-            logger.warning("Redis is back, and limits are held again")
+            logger.warning("limits are held again")
             self._away_until = 0.0
         return orjson.loads(reply)
 
