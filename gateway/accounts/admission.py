@@ -163,7 +163,9 @@ class Admissions:
             reply = await self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away_until:
-                logger.warning("limits are not held while Redis does not answer: %s: %s", type(error).__name__, error)
+                logger.warning(
+                    "limits are not held while Redis does not answer: %s: %s", type(error).__name__, error
+                )
             self._away_until = time.monotonic() + _AWAY_S
             return None
         if self._away_until:
