@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+
 class Refusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REFUSAL_UNSPECIFIED: _ClassVar[Refusal]
@@ -30,6 +36,9 @@ class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESIDENCY_DISK: _ClassVar[Residency]
     RESIDENCY_HOST: _ClassVar[Residency]
     RESIDENCY_DEVICE: _ClassVar[Residency]
+POOLING_UNSPECIFIED: Pooling
+POOLING_LAST: Pooling
+POOLING_MEAN: Pooling
 REFUSAL_UNSPECIFIED: Refusal
 REFUSAL_DRAINING: Refusal
 REFUSAL_QUEUE_FULL: Refusal
@@ -63,7 +72,7 @@ class Announce(_message.Message):
     def __init__(self, adapter_digest: _Optional[bytes] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "output_tokens", "adapter_digest", "cache_scope", "tenant", "weight", "priority", "seeds", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "deadline_ms", "adapter_start", "grammar", "prompt_logprobs", "prompt_only")
+    __slots__ = ("request_id", "prompt_tokens", "output_tokens", "adapter_digest", "cache_scope", "tenant", "weight", "priority", "seeds", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "deadline_ms", "adapter_start", "grammar", "prompt_logprobs", "prompt_only", "background", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +92,8 @@ class Submit(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -102,7 +113,9 @@ class Submit(_message.Message):
     grammar: str
     prompt_logprobs: int
     prompt_only: bool
-    def __init__(self, request_id: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[bytes] = ..., cache_scope: _Optional[bytes] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., adapter_start: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., prompt_only: _Optional[bool] = ...) -> None: ...
+    background: bool
+    pooling: Pooling
+    def __init__(self, request_id: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[bytes] = ..., cache_scope: _Optional[bytes] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., adapter_start: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., prompt_only: _Optional[bool] = ..., background: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values", "logprobs")
@@ -205,7 +218,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "vocab_size", "max_model_len", "num_layers", "modules", "eos_token_ids", "dtype", "block_size", "num_blocks", "num_rank_pages", "max_lora_rank", "max_num_seqs", "engine_version", "tied_embeddings")
+    __slots__ = ("name", "digest", "architecture", "vocab_size", "max_model_len", "num_layers", "modules", "eos_token_ids", "dtype", "block_size", "num_blocks", "num_rank_pages", "max_lora_rank", "max_num_seqs", "engine_version", "tied_embeddings", "pooling", "hidden_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +235,8 @@ class ModelInfo(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
     TIED_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: bytes
     architecture: str
@@ -238,7 +253,9 @@ class ModelInfo(_message.Message):
     max_num_seqs: int
     engine_version: str
     tied_embeddings: bool
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[LinearModule, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_rank_pages: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., engine_version: _Optional[str] = ..., tied_embeddings: _Optional[bool] = ...) -> None: ...
+    pooling: Pooling
+    hidden_size: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[LinearModule, _Mapping]]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_rank_pages: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., engine_version: _Optional[str] = ..., tied_embeddings: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class LinearModule(_message.Message):
     __slots__ = ("name", "in_features", "out_features")
