@@ -150,7 +150,7 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class LinkResponse(_message.Message):
-    __slots__ = ("request_ids", "choices", "tokens", "logprobs", "started", "finished", "prompt_logprobs")
+    __slots__ = ("request_ids", "choices", "tokens", "logprobs", "started", "finished", "prompt_logprobs", "embeddings")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class LinkResponse(_message.Message):
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -165,7 +166,16 @@ class LinkResponse(_message.Message):
     started: _containers.RepeatedCompositeFieldContainer[Started]
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
-    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("request_id", "values")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    values: bytes
+    def __init__(self, request_id: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("chosen", "top_tokens", "top_logprobs")
