@@ -27,6 +27,7 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
+from starlette.datastructures import Headers
 
 from adapters.loop_timeout import LoopTimeout
 from gateway import tasks
@@ -248,13 +249,19 @@ class Requirement:
     async def __call__(self, request: Request) -> Principal:
         """Returns the caller. Raises ApiError as `authenticate` does, and 403."""
         authenticator: Authenticator = request.app.state.services.authenticator
-        header = request.headers.get("authorization")
-        principal = await authenticator.authenticate(header, address_of(request))
+        principal = await authenticator.authenticate(_key_header(request.headers), address_of(request))
         request.state.caller = principal
         if self.scope not in principal.scopes:
             message = f"This API key has no scope '{self.scope}'."
             raise ApiError(403, message, type="permission_error", code="missing_scope")
         return principal
+
+
+def _key_header(headers: Headers) -> str | None:
+    """The `Authorization` header, or what Anthropic's clients send in its place."""
+    if (key := headers.get("x-api-key")) is not None and "authorization" not in headers:
+        return f"Bearer {key}"
+    return headers.get("authorization")
 
 
 def address_of(request: Request) -> str:
@@ -301,7 +308,9 @@ def _remember(known: OrderedDict[str, _Known], key_id: str, value: _Known, most:
 def _bearer(header: str | None) -> str:
     scheme, _, key = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise _unauthorized("No API key was given. Send it as 'Authorization: Bearer lpx_...'.")
+        raise _unauthorized(
+            "No API key was given. Send it as 'Authorization: Bearer lpx_...', or as 'x-api-key: lpx_...'."
+        )
     return key.strip()
 
 

@@ -1,4 +1,6 @@
-"""Every error of the gateway in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Every error of the gateway in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`; on paths of
+Anthropic's API, in that one's.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.registry import AdapterConflict, AdapterNotFound
+from gateway.messages.errors import error_object, speaks_messages, status_of
 from gateway.redaction import redact
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+_ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 
 _TYPE_OF_STATUS = {
     400: "invalid_request_error",
@@ -73,6 +77,10 @@ class ApiError(Exception):
         """Returns the JSON object that is the answer's body, and a stream's error event."""
         return error_body(self.message, type=self.type, code=self.code, param=self.param)
 
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """Returns the same in Anthropic's shape."""
+        return error_object(status_of(self.status), redact(self.message), request_id)
+
 
 def invalid_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """Returns the 400 for a request that can never succeed as it stands."""
@@ -110,10 +118,22 @@ def error_body(
 
 
 def error_response(error: ApiError) -> Response:
-    """Returns the HTTP response for an error."""
-    return Response(
-        orjson.dumps(error.body()), error.status, headers=error.headers, media_type="application/json"
-    )
+    """Returns the HTTP response for an error, which finds its shape by the path that it goes out on."""
+    return _ErrorResponse(error)
+
+
+class _ErrorResponse(Response):
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(orjson.dumps(error.body()), error.status, error.headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it."""
+        if speaks_messages(scope["path"]):
+            self.body = orjson.dumps(self._error.messages_body(scope["state"]["request_id"]))
+            self.status_code = status_of(self.status_code)
+            self.init_headers(self._error.headers)
+        await super().__call__(scope, receive, send)
 
 
 def install_error_handling(app: FastAPI) -> None:
@@ -145,12 +165,15 @@ class ErrorBoundary:
         request_id = f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(request_id=request_id, arrived_at=time.perf_counter())
         started = False
+        added = [(REQUEST_ID_HEADER.encode(), request_id.encode())]
+        if speaks_messages(scope["path"]):
+            added.append((_ANTHROPIC_REQUEST_ID_HEADER.encode(), request_id.encode()))
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"].append((REQUEST_ID_HEADER.encode(), request_id.encode()))
+                message["headers"] += added
             await send(message)
 
         try:

@@ -24,6 +24,10 @@ def event(data: object) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
+def _failure(error: ApiError) -> bytes:
+    return event(error.body())
+
+
 class EventStream(Response):
     """A streamed answer. `on_disconnect` is called once if
     the client goes first; `events` must end soon after that.
@@ -36,19 +40,29 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes], *, on_disconnect: Callable[[], None]
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        *,
+        on_disconnect: Callable[[], None],
+        end: bytes = DONE,
+        failure: Callable[[ApiError], bytes] = _failure,
     ) -> None:
-        """`first` goes out before what `events` yields."""
+        """`first` goes out before what `events` yields, and `end` after it; `failure` makes the event of an
+        error, which goes before the end.
+        """
         self._first = first
         self._events = events
         self._on_disconnect = on_disconnect
+        self._end = end
+        self._failure = failure
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events. Their generator is closed in any case."""
-        last = DONE
+        last = b""
         async with DisconnectWatch(receive, self._on_disconnect), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
@@ -57,12 +71,12 @@ class EventStream(Response):
                     await send(_body(chunk))
             except ApiError as error:
                 logger.info("a stream ended with an error: %s", error.message)
-                last = event(error.body()) + DONE
+                last = self._failure(error)
             except asyncio.CancelledError:
-                last = event(unavailable(STOPPING).body()) + DONE
+                last = self._failure(unavailable(STOPPING))
             except Exception:
-                last = event(internal_error(scope).body()) + DONE
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+                last = self._failure(internal_error(scope))
+            await send({"type": "http.response.body", "body": last + self._end, "more_body": False})
 
 
 def _body(chunk: bytes) -> Message:
