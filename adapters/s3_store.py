@@ -229,6 +229,22 @@ class S3Store:
                 )
             )
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """So many bytes of an object. Raises FileNotFoundError when there is none."""
+        with _clear_faults():
+            try:
+                return bytes(
+                    _again(lambda: obstore.get_range(self.bucket, key, start=start, end=start + length))
+                )
+            except FileNotFoundError as error:
+                if _NO_BUCKET in str(error):
+                    raise
+        raise FileNotFoundError(key)
+
+    def list_keys(self, prefix: str) -> Iterator[tuple[str, float]]:
+        """The objects under a folder, and when each was written."""
+        return self._list(prefix)
+
     def remove(self, keys: Sequence[str]) -> None:
         """Removes objects; those that are not there are no error."""
         if keys:

@@ -36,11 +36,11 @@ class DirectRoutes:
         try:
             response = await endpoint(request, await self._requirement(request))
         except Exception as error:
-            response = await _handled(request, error)
+            response = await handled(request, error)
         await response(scope, receive, send)
 
 
-async def _handled(request: Request, error: Exception) -> Response:
+async def handled(request: Request, error: Exception) -> Response:
     """Returns the answer of the app's handler for such an error; raises it where there is none."""
     app: FastAPI = request.app
     for kind in type(error).__mro__:

@@ -17,6 +17,7 @@ from gateway.auth import Principal
 from gateway.deadlines import deadline_of
 from gateway.errors import ApiError, unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
+from gateway.origin import origin_of
 from gateway.resolve import ResolvedModel
 from gateway.schemas.generation import GenerationFields
 from gateway.services import Services
@@ -68,6 +69,9 @@ async def generate(
     Raises ApiError as `Admissions.admit` and `answer`.
     """
     services: Services = request.app.state.services
+    origin = origin_of(request, route)
+    for submit in submits:
+        submit.background = origin.is_background
     deadline = deadline_of(request.headers, services.settings.request_timeout_s)
     admission = await services.admissions.admit(
         caller,
@@ -75,7 +79,7 @@ async def generate(
         submits,
         request_id=request.state.request_id,
         arrived_at=request.state.arrived_at,
-        route=route,
+        route=origin.route,
         open_ended=body.open_ended,
     )
     generation = Generation(
@@ -85,7 +89,7 @@ async def generate(
         tokenizer=tokenizer,
         stops=body.stop_strings,
         shown=shown,
-        metrics=services.metrics.request(caller.tenant_id, model.adapter_name, route),
+        metrics=services.metrics.request(caller.tenant_id, model.adapter_name, origin.route),
         admission=admission,
         ledger=services.ledger,
     )

@@ -1,0 +1,142 @@
+"""Plain files beside the adapters' blobs: in the store's folder, or in its bucket.
+
+    root/files/<tenant>/<name>      prefix/files/<tenant>/<name>
+
+A file is there whole or not at all, and never changes. What it is, and whose, is in Redis; the store knows its
+name only. Every method blocks, and is safe for many processes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from adapters.blob_store import BlobStore, is_remote
+
+if TYPE_CHECKING:
+    from adapters.s3_store import S3Store
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_ROOT = "files"
+_HALF = "half-"
+"""What is being written; a crash leaves it under this name, which nobody knows."""
+
+
+class FileStore(Protocol):
+    """Files by name, which is ``<tenant>/<name>``."""
+
+    def put(self, name: str, source: Path) -> None:
+        """Keeps a copy of a local file, durably. One of this name is replaced. Raises OSError."""
+        ...
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """So many bytes from ``start`` on, which must be in the file. Raises OSError, FileNotFoundError."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Removes a file; one that is not there is no error. Raises OSError."""
+        ...
+
+    def names(self) -> Iterator[tuple[str, float]]:
+        """Every file, and when it was written (Unix time). Raises OSError."""
+        ...
+
+
+def open_files(location: str, store: BlobStore) -> FileStore:
+    """The files of the store at ``location``, which `open_store` has opened as ``store``."""
+    if is_remote(location):
+        from adapters.s3_store import S3Store
+
+        assert isinstance(store, S3Store)
+        return BucketFiles(store)
+    return FolderFiles(Path(location) / _ROOT)
+
+
+class FolderFiles:
+    """Files below a folder, which is made if it is missing. See `FileStore`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def put(self, name: str, source: Path) -> None:
+        """See `FileStore`."""
+        target = self._path(name)
+        target.parent.mkdir(exist_ok=True)
+        half = target.with_name(_HALF + secrets.token_hex(8))
+        try:
+            with source.open("rb") as read, half.open("xb") as written:
+                shutil.copyfileobj(read, written, 1024 * 1024)
+                written.flush()
+                os.fsync(written.fileno())
+            half.rename(target)
+        finally:
+            half.unlink(missing_ok=True)
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """See `FileStore`."""
+        with self._path(name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def delete(self, name: str) -> None:
+        """See `FileStore`."""
+        path = self._path(name)
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # others are there
+            path.parent.rmdir()
+
+    def names(self) -> Iterator[tuple[str, float]]:
+        """See `FileStore`. What a crash has left half written is among them."""
+        for path in self._root.glob("*/*"):
+            with suppress(FileNotFoundError):
+                yield f"{path.parent.name}/{path.name}", path.stat().st_mtime
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_file_name(name)
+
+
+class BucketFiles:
+    """Files in a bucket. See `FileStore`; every method raises `StoreUnavailable`."""
+
+    def __init__(self, store: S3Store) -> None:
+        self._store = store
+
+    def put(self, name: str, source: Path) -> None:
+        """See `FileStore`."""
+        self._store.put_file(_key(name), source)
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """See `FileStore`."""
+        return self._store.get_range(_key(name), start, length)
+
+    def delete(self, name: str) -> None:
+        """See `FileStore`."""
+        self._store.remove([_key(name)])
+
+    def names(self) -> Iterator[tuple[str, float]]:
+        """See `FileStore`."""
+        for key, written in self._store.list_keys(_ROOT):
+            yield key.removeprefix(f"{_ROOT}/"), written
+
+
+def check_file_name(name: str) -> str:
+    """Returns ``name`` if it can be one, so that no text becomes a path elsewhere; raises ValueError."""
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!a} is no name of a file")
+    return name
+
+
+def _key(name: str) -> str:
+    return f"{_ROOT}/{check_file_name(name)}"
