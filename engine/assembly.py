@@ -31,8 +31,8 @@ from protos import engine_pb2 as pb
 
 _MOST_RESERVED = 4 << 30
 """Bytes of host memory page-locked at the start. To lock all that adapters may take would take too long."""
-_SHARED_PART = {"cpu": 24, "cuda": 12}
-"""See `SchedulerLimits`: by default, prompts that take about as long as the decodes beside them."""
+_PROMPT_PARTS = {"cpu": 1, "cuda": 8}
+"""See `SchedulerLimits`: on a CPU no token of a prompt is cheaper than another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ def assemble(settings: EngineSettings) -> Core:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no usable GPU here; use --device cpu")
     limits = SchedulerLimits(
-        settings.max_num_seqs, settings.step_tokens(device), settings.max_num_waiting, _SHARED_PART[device]
+        settings.max_num_seqs,
+        settings.step_tokens(device),
+        settings.max_num_waiting,
+        prompt_parts=_PROMPT_PARTS[device],
     )
     model = load_model(
         settings.model, dtype=settings.dtype, device=device, max_model_len=settings.max_model_len

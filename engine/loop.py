@@ -41,6 +41,10 @@ Deliver = Callable[[Mapping[Hashable, LinkOutput]], None]
 class PendingResult(Protocol):
     """A step that the device has been given."""
 
+    def draw(self) -> None:
+        """Launches the draw, if that has waited for the step before to be taken in."""
+        ...
+
     def result(self) -> StepResult:
         """What it drew, once it has ended. Raises whatever has gone wrong in it."""
         ...
@@ -57,6 +61,9 @@ class _FailedLaunch:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def draw(self) -> None:
+        """There is nothing to draw from."""
 
     def result(self) -> StepResult:
         raise self._error
@@ -100,8 +107,9 @@ class EngineLoop:
         self._gate = gate
         self._news = news
         self._inbox: deque[Callable[[], None]] = deque()
-        self._under_way: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._under_way: deque[tuple[StepPlan, PendingResult, float]] = deque()
         self._most_under_way = 1 if overlap else 0
+        self._device_free_at = 0.0
         self._stopping = False
         self._draining = False
         self._failed_steps = 0
@@ -195,6 +203,7 @@ class EngineLoop:
             self._launch(plan)
         if self._under_way and (not plan.rows or len(self._under_way) > self._most_under_way):
             self._take_in_oldest()
+            self._draw_newest()
             return True
         return bool(plan.rows)
 
@@ -217,16 +226,28 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         """Gives a plan to the device. If it does not take it, nothing may be planned upon that plan."""
+        launched = time.monotonic()
         try:
-            self._under_way.append((plan, self._runner.submit(plan)))
+            self._under_way.append((plan, self._runner.submit(plan), launched))
         except Exception as error:
-            self._under_way.append((plan, _FailedLaunch(error)))
+            self._under_way.append((plan, _FailedLaunch(error), launched))
             while self._under_way:
                 self._take_in_oldest()
 
+    def _draw_newest(self) -> None:
+        """Lets the step under way draw what could not be drawn before the one before it was taken in."""
+        if not self._under_way:
+            return
+        plan, pending, launched = self._under_way[-1]
+        try:
+            pending.draw()
+        except Exception as error:
+            self._under_way[-1] = plan, _FailedLaunch(error), launched
+            self._take_in_oldest()
+
     def _take_in_oldest(self) -> None:
         """Waits for a result. A step that raises ends its own sequences; too many in a row end the loop."""
-        plan, pending = self._under_way.popleft()
+        plan, pending, launched = self._under_way.popleft()
         try:
             result = pending.result()
         except Exception as error:
@@ -237,6 +258,8 @@ class EngineLoop:
                 raise
         else:
             self._failed_steps = 0
+            began, self._device_free_at = max(launched, self._device_free_at), time.monotonic()
+            self._scheduler.note_time(plan, self._device_free_at - began)
             self._scheduler.update(plan, result)
 
     def _wait(self) -> None:

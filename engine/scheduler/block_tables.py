@@ -49,7 +49,11 @@ class BlockTables:
         return self._lacking(seq, self._hits(seq), num_running)
 
     def _hits(self, seq: Sequence) -> list[int]:
-        return self._pool.lookup(seq.block_hashes[: (len(seq.tokens) - 1) // BLOCK_SIZE])
+        """The blocks that need not be computed; logprobs of a prompt follow from computing it."""
+        most = len(seq.tokens) - 1
+        if seq.request.prompt_logprobs is not None and seq.num_scored < seq.num_prompt:
+            most = seq.num_scored - 1
+        return self._pool.lookup(seq.block_hashes[: most // BLOCK_SIZE])
 
     def _lacking(self, seq: Sequence, hits: list[int], num_running: int) -> int:
         missing = blocks_for(len(seq.tokens)) - len(hits)

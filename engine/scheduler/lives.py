@@ -14,7 +14,7 @@ from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.roster import Roster
 from engine.scheduler.waiting import WaitingQueue
 from engine.sequence import FinishReason, Request, Sequence, Status
-from engine.step import RowResult
+from engine.step import RowResult, TokenLogprobs
 
 BACK_SECONDS = 10.0
 """For how long a tenant that has gone is reckoned among those who are here."""
@@ -114,12 +114,23 @@ class Lives:
             self.outputs.started(seq.request, cached_tokens=cached, queue_us=queue_us)
             self._bounds.note_start(seq.request.tenant, len(seq.request.sampling))
 
+    def take_prompt_logprobs(self, seq: Sequence, start: int, found: tuple[TokenLogprobs, ...]) -> None:
+        """Tells the logprobs of a prompt's tokens from ``start`` on, but for those told before."""
+        assert start <= seq.num_scored, "some in between are missing"
+        new = found[seq.num_scored - start :]
+        if new:
+            self.outputs.prompt_logprobs(seq.request, seq.num_scored, new)
+            seq.num_scored += len(new)
+
     def take_token(self, seq: Sequence, outcome: RowResult) -> None:
         """Appends a token to a sequence, and ends it if that was the last."""
         assert outcome.seq_id == seq.seq_id, "results are not in the plan's order"
         if seq.siblings and seq.status is Status.RUNNING:
             self._fork_siblings(seq)
         request, token = seq.request, outcome.token
+        if request.prompt_only:
+            self.end(seq, FinishReason.LENGTH)
+            return
         seq.tokens.append(token)
         self.outputs.token(seq, token, outcome.logprobs)
         self._counters.charge_output(request.tenant)
@@ -137,6 +148,7 @@ class Lives:
             self._tables.fork(leader, sibling)
             sibling.adapter = self._gate.acquire(leader.request.adapter_digest)
             sibling.num_charged = sibling.num_given
+            sibling.num_scored = sibling.num_prompt
             sibling.num_at_start = len(sibling.tokens)
             self._run(sibling, "forked")
 
@@ -215,6 +227,7 @@ class Lives:
             seq.siblings = []
             heir.siblings = others
             heir.num_charged = seq.num_charged
+            heir.num_scored = seq.num_scored
             self._wait_again(heir, "leads now")
 
     def end_all(self, sequences: Iterable[Sequence], reason: FinishReason, error: str = "") -> None:

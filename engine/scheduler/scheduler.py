@@ -18,6 +18,7 @@ from engine.scheduler.adapter_gate import AdapterGate
 from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.lives import Lives
+from engine.scheduler.prompt_budget import PromptBudget
 from engine.scheduler.queue_bounds import QueueBounds, Refused
 from engine.scheduler.rows import make_row
 from engine.scheduler.turns import Turns
@@ -40,8 +41,10 @@ class SchedulerLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096
-    shared_part: int = 24
-    """With several tenants here, a step has at most this part of its budget for prompts, or one block."""
+    prompt_parts: int = 1
+    """Beside decodes, a step takes one in so many of the prompt tokens that it could; 1: all of them."""
+    prompt_floor: int = 256
+    """But so many anyway."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_num_seqs <= self.max_num_batched_tokens:
@@ -92,6 +95,9 @@ class Scheduler:
         self._tables = BlockTables(pool)
         self._counters = VirtualTokenCounters()
         self._bounds = QueueBounds(limits.max_num_waiting, clock)
+        self._prompt_budget = PromptBudget(
+            limits.max_num_batched_tokens, parts=limits.prompt_parts, floor=limits.prompt_floor
+        )
         self._lives = Lives(self._tables, gate, self._counters, self._bounds, clock)
         self._running = self._lives.running
         self._waiting = self._lives.waiting
@@ -188,8 +194,9 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         step = _Step(budget, chunk_budget=budget)
         all_fit = self._plan_decodes(step)
-        step.chunk_budget = self._chunk_budget(num_decodes=len(step.rows))
-        self._plan_prompts(step, admits=all_fit)
+        chunks = self._unfinished_prompts(step)
+        step.chunk_budget = self._chunk_budget(len(step.rows), chunks)
+        self._plan_prompts(step, chunks, admits=all_fit)
         self._lives.end_failed_adapters()
         for tenant, tokens in self._gate.take_bills():
             self._counters.charge_load(tenant, tokens)
@@ -208,12 +215,21 @@ class Scheduler:
                 if outcome.error is not None:
                     self._lives.end_spoiled(seq, outcome.error)
                     continue
+            if row.scoring is not None:
+                start = row.start + row.scoring.first + 1
+                self._lives.take_prompt_logprobs(seq, start, result.prompt_logprobs[row.seq_id])
             if seq.status is Status.RUNNING:
                 num_tokens = row.start + len(row.tokens)
                 if num_tokens // BLOCK_SIZE > seq.num_published:
                     self._tables.publish(seq, num_tokens)
             if outcome is not None:
                 self._lives.take_token(seq, outcome)
+
+    def note_time(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken the device so long; what the next ones hold depends on it."""
+        num_decodes = sum(len(row.tokens) == 1 for row in plan.rows)
+        num_tokens = sum(len(row.tokens) for row in plan.rows)
+        self._prompt_budget.note(num_decodes, num_tokens - num_decodes, seconds)
 
     def fail(self, plan: StepPlan, why: str) -> None:
         """Ends every sequence of a step that did not run to its end; nothing that it wrote is trusted."""
@@ -299,7 +315,7 @@ class Scheduler:
         while index < len(running):
             seq = running[index]
             length = len(seq.tokens) + seq.num_unseen
-            if length - seq.num_computed == 1 and length < seq.request.max_len and not seq.must_be_read:
+            if length - seq.num_computed == 1 and length < seq.request.max_len:
                 if not self._tables.prepare_write(seq, step.copies):
                     self._lives.preempt(running[-1])
                     all_fit = False
@@ -308,13 +324,12 @@ class Scheduler:
             index += 1
         return all_fit
 
-    def _plan_prompts(self, step: _Step, *, admits: bool) -> None:
+    def _plan_prompts(self, step: _Step, chunks: list[Sequence], *, admits: bool) -> None:
         """Adds chunks of prompts: of running sequences, and of those that it admits, in the fair order.
 
         So a prompt of many chunks delays others of its tenant, and tenants that were served more; a chunk of
         one that was served less comes before it.
         """
-        chunks = self._unfinished_prompts(step)
         if admits and step.budget > 0:
             seats = self._limits.max_num_seqs - self._lives.num_seats
             for seq in self._waiting.fair_order():
@@ -343,7 +358,7 @@ class Scheduler:
         chunks = [
             seq
             for seq in self._running
-            if seq.seq_id not in planned and not (seq.is_ending or seq.must_be_read)
+            if seq.seq_id not in planned and not seq.is_ending
         ]
         chunks.sort(key=lambda seq: self._counters.account(seq.request.tenant).rank)
         return chunks[::-1]
@@ -351,7 +366,7 @@ class Scheduler:
     def _may_start(self, seq: Sequence) -> bool:
         """Whether a waiting sequence lacks a seat and blocks at most. Ends one that could never run."""
         # A step under way may have a row of it.
-        if seq.seq_id in self._lives.stepped_back or seq.must_be_read:
+        if seq.seq_id in self._lives.stepped_back:
             return False
         if not self._is_open(seq):
             return False
@@ -360,20 +375,24 @@ class Scheduler:
             return False
         return True
 
-    def _chunk_budget(self, *, num_decodes: int) -> int:
-        """How many tokens of prompts a step may have.
+    def _chunk_budget(self, num_decodes: int, chunks: list[Sequence]) -> int:
+        """How many tokens of prompts a step may have beside its decodes.
 
-        Whoever comes waits for the step under way. So with several tenants here steps are kept short, unless
-        most sequences wait for their prompts: that would cost throughput. And for a few steps after a tenant
-        has come of which nothing runs, they have no prompts of others.
+        None of others for a few steps after a tenant has come of which nothing runs. And whatever there is
+        where most sequences wait for their prompts; else see `PromptBudget`.
         """
-        most = self._limits.max_num_batched_tokens
         could_run = min(self._limits.max_num_seqs, len(self._roster))
         if num_decodes and 0 < self._num_awaiting <= SHORT_STEPS:
             return 0
-        if self._lives.is_shared and 2 * num_decodes >= could_run:
-            return max(BLOCK_SIZE, most // self._limits.shared_part)
-        return most
+        if 2 * num_decodes < could_run:
+            return self._limits.max_num_batched_tokens
+        available = sum(seq.num_missing for seq in chunks) + self._num_admissible_tokens()
+        return self._prompt_budget.beside_decodes(available, is_shared=self._lives.is_shared)
+
+    def _num_admissible_tokens(self) -> int:
+        """About how many tokens those have who wait, and for whom there are seats and blocks."""
+        seats = self._limits.max_num_seqs - self._lives.num_seats
+        return min(self._waiting.num_tokens_of(seats), self._pool.num_idle * BLOCK_SIZE)
 
     def _plan_chunk(self, step: _Step, seq: Sequence, *, is_newcomer: bool = False) -> None:
         count = min(seq.num_missing, step.room(is_newcomer=is_newcomer))

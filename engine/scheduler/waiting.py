@@ -31,6 +31,7 @@ class WaitingQueue:
         self._lanes: dict[str, dict[bytes, list[Sequence]]] = {}
         self._by_adapter: Counter[bytes] = Counter()
         self._length = 0
+        self._num_tokens = 0
 
     def __len__(self) -> int:
         return self._length
@@ -50,6 +51,10 @@ class WaitingQueue:
         ]
         return min(accounts, key=lambda account: account.rank).tenant if accounts else None
 
+    def num_tokens_of(self, count: int) -> int:
+        """About how many tokens came with so many of them, reckoned by the mean of all."""
+        return self._num_tokens * min(count, self._length) // max(1, self._length)
+
     def push(self, seq: Sequence) -> None:
         """Adds a sequence, and lifts its tenant's counter if nothing of it was waiting."""
         request = seq.request
@@ -58,6 +63,7 @@ class WaitingQueue:
         insort(lanes.setdefault(request.adapter_digest, []), seq, key=_order)
         self._by_adapter[request.adapter_digest] += 1
         self._length += 1
+        self._num_tokens += seq.num_given
 
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
@@ -75,6 +81,7 @@ class WaitingQueue:
         if not self._by_adapter[request.adapter_digest]:
             del self._by_adapter[request.adapter_digest]
         self._length -= 1
+        self._num_tokens -= seq.num_given
         self._counters.depart(request.tenant)
 
     def fair_order(self) -> Iterator[Sequence]:

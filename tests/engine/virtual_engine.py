@@ -147,6 +147,7 @@ class VirtualEngine:
                 rows = [row for row in plan.rows if row.sampling is not None]
                 result = StepResult(tuple(RowResult(row.seq_id, 1) for row in rows))
                 self._note_prompts(plan)
+                self.scheduler.note_time(plan, step_seconds(plan))
                 self.scheduler.update(plan, result)
             elif self._events:
                 self.now = max(self.now, self._events[0][0])
