@@ -2,8 +2,8 @@
 
     root/files/<tenant>/<name>      prefix/files/<tenant>/<name>
 
-A file is there whole or not at all, and never changes. What it is, and whose, is in Redis; the store knows its
-name only. Every method blocks, and is safe for many processes at once.
+A file is there whole or not at all, and never changes. What it is, and whose, is in Redis; the store knows
+its name only. Every method blocks, and is safe for many processes at once.
 """
 
 from __future__ import annotations

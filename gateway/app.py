@@ -18,8 +18,10 @@ from gateway.api import (
     admin_keys,
     admin_tenants,
     admin_usage,
+    batches,
     chat,
     completions,
+    files,
     health,
     models,
     pulls,
@@ -28,9 +30,11 @@ from gateway.api import (
     usage,
 )
 from gateway.auth import require
+from gateway.batches.runner import running_batches
 from gateway.bodies import BodyLimit
 from gateway.direct import DirectRoutes
 from gateway.errors import install_error_handling
+from gateway.inner_calls import InnerCalls
 from gateway.openapi import DescribedApp
 from gateway.services import Services, open_services
 from gateway.settings import GatewaySettings
@@ -43,7 +47,7 @@ _DIRECT = {
 }
 # Their bodies may be large, and are read once the caller is known.
 _READ_BY_HANDLERS = frozenset(
-    {"/v1/adapters", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
+    {"/v1/adapters", "/v1/chat/completions", "/v1/completions", "/v1/files", "/tokenize", "/detokenize"}
 )
 _READ_BY_HANDLERS_BELOW = "/v1/adapter-uploads/"
 
@@ -55,7 +59,8 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_services(settings) as services:
             app.state.services = services
-            yield
+            async with running_batches(services, InnerCalls(app, _DIRECT)):
+                yield
 
     app = DescribedApp(
         title="Loraplex",
@@ -72,6 +77,8 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         completions,
         models,
         tokens,
+        files,
+        batches,
         adapters,
         uploads,
         pulls,

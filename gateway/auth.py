@@ -133,16 +133,17 @@ class Authenticator:
         if entry is None or not hmac.compare_digest(entry.record.digest, digest):
             await self._failures.penalise(address)
             raise _unauthorized()
-        if entry.record.expires and time.time() >= entry.record.expires:
-            raise _unauthorized("This API key has expired. Ask your operator for a new one.")
-        if entry.suspended:
-            raise ApiError(
-                403,
-                "This tenant is suspended. Ask your operator.",
-                type="permission_error",
-                code="tenant_suspended",
-            )
-        return entry.principal
+        return _usable(entry)
+
+    async def principal_of(self, key_id: str) -> Principal:
+        """Returns whose key this is, for work that goes on after the request that began it.
+
+        Raises ApiError as `authenticate` does, where the key would not be taken any more.
+        """
+        entry = await self._find(key_id)
+        if entry is None:
+            raise _unauthorized("The API key that this began with is gone.")
+        return _usable(entry)
 
     async def _find(self, key_id: str) -> _Entry | None:
         """Returns what is known of a key: from memory while that may be believed, else from Redis."""
@@ -272,6 +273,20 @@ def address_of(request: Request) -> str:
 def require(scope: str) -> Requirement:
     """Returns the dependency of the routes that need this scope."""
     return Requirement(scope)
+
+
+def _usable(entry: _Entry) -> Principal:
+    """Returns whose key it is. Raises ApiError: 401 where it has expired, 403 for a suspended tenant."""
+    if entry.record.expires and time.time() >= entry.record.expires:
+        raise _unauthorized("This API key has expired. Ask your operator for a new one.")
+    if entry.suspended:
+        raise ApiError(
+            403,
+            "This tenant is suspended. Ask your operator.",
+            type="permission_error",
+            code="tenant_suspended",
+        )
+    return entry.principal
 
 
 _OPERATOR = Principal(NO_TENANT, OPERATOR_ID, frozenset({"admin"}), PrefixSharing.PRIVATE, 1.0)

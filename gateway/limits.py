@@ -71,13 +71,15 @@ class TenantLimits:
     """All limits of a tenant but its pins. Raises InvalidLimit.
 
     `tokens_per_month` counts input and output together in a UTC month. `adapters` counts names, and
-    `adapter_bytes` the files of distinct digests; both hold at upload and say nothing of what is there.
+    `adapter_bytes` the files of distinct digests; `file_bytes` is what batches read and write. All hold at
+    upload and say nothing of what is there.
     """
 
     rates: RateLimits = NO_RATES
     tokens_per_month: int | None = None
     adapters: int | None = None
     adapter_bytes: int | None = None
+    file_bytes: int | None = None
 
     def __post_init__(self) -> None:
         totals = {name: value for name, value in asdict(self).items() if name != "rates"}

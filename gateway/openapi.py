@@ -31,6 +31,7 @@ OpenAI's shape, and every answer the header `x-request-id`.
 
 _TAGS = (
     ("inference", "Chat and text completions, whole or as server-sent events. Scope `inference`."),
+    ("batches", "Files of requests, answered in what other work leaves over. Scope `inference`."),
     ("models", "What may be named as `model`. Scope `inference`."),
     ("adapters", "A tenant's own adapters: uploads, versions, aliases, grants. Scope `adapters`."),
     ("admin", "The operator's: tenants, their keys, limits and what was done. Scope `admin`."),
@@ -104,6 +105,8 @@ _PARAMETERS = {
     "upload_id": ("The id that the upload began with.", "0123456789abcdef0123456789abcdef"),
     "tenant_id": ("A tenant's id.", "acme"),
     "key_id": ("A key's id, which is the middle part of its text.", "0f3a9c1d2e4b"),
+    "file_id": ("A file's id.", "file-5f0c6a1be2d34f7a9c8b7d6e"),
+    "batch_id": ("A batch's id.", "batch_5f0c6a1be2d34f7a9c8b7d6e"),
     "limit": ("The most that is listed.", 100),
     "cursor": ("What the page before said comes next.", "1796000000000-0"),
     "dry_run": ("Say what would be done, and do nothing.", True),

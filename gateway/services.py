@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 from redis.asyncio import Redis
 
 from adapters.blob_store import BlobStore, open_store, read_file
+from adapters.file_store import FileStore, open_files
 from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.accounts.admission import Admissions
 from gateway.accounts.ledger import Ledger, open_ledger
 from gateway.audit import Audit, trimming
 from gateway.auth import Authenticator
+from gateway.batches.files import Files
+from gateway.batches.store import Batches
 from gateway.engine_client import EngineFleet
 from gateway.engine_metrics import EngineMetrics
 from gateway.housekeeping import housekeeping
@@ -68,6 +71,9 @@ class Services:
     upload_slots: UploadSlots
     upload_sessions: UploadSessions
     upload_transfers: UploadTransfers
+    file_store: FileStore
+    files: Files
+    batches: Batches
 
 
 @asynccontextmanager
@@ -130,6 +136,9 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             upload_slots=UploadSlots(settings.uploads_per_tenant),
             upload_sessions=sessions,
             upload_transfers=UploadTransfers(),
+            file_store=open_files(settings.store, store),
+            files=Files(redis),
+            batches=Batches(redis, lease_s=settings.lease_s),
         )
 
 

@@ -50,6 +50,7 @@ class LimitsBody(RatesBody):
     tokens_per_month: Annotated[Total | None, Field(description="Input and output together, in UTC.")] = None
     adapters: Annotated[Total | None, Field(description="How many names it may have.")] = None
     adapter_bytes: Annotated[Total | None, Field(description="What its versions' files may take.")] = None
+    file_bytes: Annotated[Total | None, Field(description="What the files of its batches may take.")] = None
 
 
 class CreateTenant(_Body):

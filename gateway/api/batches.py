@@ -1,0 +1,109 @@
+"""`/v1/batches`: requests of a file, answered in what other work leaves over."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from gateway.api.files import After, Caller, file_not_found, unknown_cursor
+from gateway.auth import Principal
+from gateway.batches.batch import Batch
+from gateway.batches.pages import UnknownCursor
+from gateway.batches.store import MAX_OPEN, NoInputFile, TooManyBatches
+from gateway.described import described
+from gateway.errors import ApiError, invalid_request
+from gateway.schemas.batches import Batch as BatchObject
+from gateway.schemas.batches import BatchList, CreateBatch
+from gateway.services import Services
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"])
+
+
+@router.post("")
+@described(BatchObject, errors=(404,))
+async def create_batch(body: CreateBatch, request: Request, caller: Caller) -> dict[str, Any]:
+    """Begins a batch. Its lines are checked first; when one is wrong, none runs."""
+    services: Services = request.app.state.services
+    source = await services.files.find(caller.tenant_id, body.input_file_id)
+    if source is None:
+        raise file_not_found(body.input_file_id, "input_file_id")
+    if source.purpose != "batch":
+        message = f"The file has the purpose '{source.purpose}': a batch reads one with the purpose 'batch'."
+        raise invalid_request(message, param="input_file_id", code="invalid_purpose")
+    now = int(time.time())
+    batch = Batch(
+        tenant=caller.tenant_id,
+        id=f"batch_{secrets.token_hex(12)}",
+        key=caller.key_id,
+        endpoint=body.endpoint,
+        input_file_id=source.id,
+        completion_window=body.completion_window,
+        created_at=now,
+        expires_at=now + body.hours * 3600,
+        output_kept_s=body.output_kept_s,
+        metadata=body.metadata or {},
+    )
+    try:
+        await services.batches.create(batch)
+    except NoInputFile:
+        raise file_not_found(body.input_file_id, "input_file_id") from None
+    except TooManyBatches:
+        raise ApiError(
+            429,
+            f"This tenant has {MAX_OPEN} batches that have not ended, the most that is allowed.",
+            type="rate_limit_error",
+            code="too_many_batches",
+            headers={"Retry-After": "60"},
+        ) from None
+    return batch.to_dict()
+
+
+@router.get("")
+@described(BatchList)
+async def list_batches(
+    request: Request,
+    caller: Caller,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="The most that is listed.")] = 20,
+) -> dict[str, Any]:
+    """Lists the tenant's batches, the newest first."""
+    services: Services = request.app.state.services
+    try:
+        page = await services.batches.page(caller.tenant_id, after=after, limit=limit)
+    except UnknownCursor:
+        raise unknown_cursor() from None
+    return page.to_dict()
+
+
+@router.get("/{batch_id}")
+@described(BatchObject)
+async def show_batch(batch_id: str, request: Request, caller: Caller) -> dict[str, Any]:
+    """Shows how far a batch is."""
+    return (await _batch(request, caller, batch_id)).to_dict()
+
+
+@router.post("/{batch_id}/cancel")
+@described(BatchObject, errors=(409,))
+async def cancel_batch(batch_id: str, request: Request, caller: Caller) -> dict[str, Any]:
+    """Ends a batch early. What was answered by then is in its output file."""
+    services: Services = request.app.state.services
+    batch = await _batch(request, caller, batch_id)
+    if not await services.batches.cancel(caller.tenant_id, batch.id):
+        message = f"A batch whose status is '{batch.status}' cannot be cancelled."
+        raise ApiError(
+            409, message, type="invalid_request_error", code="batch_not_cancellable", param="batch_id"
+        )
+    return (await _batch(request, caller, batch_id)).to_dict()
+
+
+async def _batch(request: Request, caller: Principal, batch_id: str) -> Batch:
+    """The caller's batch. Raises ApiError 404, the same whether there is none or it is another tenant's."""
+    services: Services = request.app.state.services
+    found = await services.batches.find(caller.tenant_id, batch_id)
+    if found is None:
+        message = f"There is no batch {batch_id[:64]!a}."
+        raise ApiError(404, message, type="invalid_request_error", code="batch_not_found", param="batch_id")
+    return found

@@ -1,0 +1,103 @@
+"""One line of a batch as a call of its route, tried until it is answered for good."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import suppress
+
+import orjson
+
+from gateway.auth import Authenticator, Principal
+from gateway.batches.batch import Batch
+from gateway.batches.lines import Line
+from gateway.deadlines import MAX_TIMEOUT_S
+from gateway.errors import ApiError
+from gateway.inner_calls import InnerAnswer, InnerCall, InnerCalls
+from gateway.origin import Origin
+
+BATCH = Origin("batch", is_background=True)
+_TRY_AGAIN = frozenset({429, 503})
+_MOST_PAUSE_S = 30.0
+_SUSPENDED_S = 5.0
+
+
+class KeyGone(Exception):
+    """The API key that made the batch is taken no more."""
+
+
+class LineCalls:
+    """Runs lines with the rights and limits of the key that made their batch, as they are then."""
+
+    def __init__(self, calls: InnerCalls, authenticator: Authenticator) -> None:
+        self._calls = calls
+        self._authenticator = authenticator
+
+    async def answer(self, batch: Batch, line: Line, stop: asyncio.Event) -> InnerAnswer | None:
+        """Returns what a line was answered, however often it had to be tried; None once `stop` is set first.
+
+        What may be answered otherwise later, a limit that is used up or an engine that is away, is tried
+        again. Raises KeyGone.
+        """
+        body = orjson.dumps(line.body)
+        while not stop.is_set():
+            caller = await self._caller(batch)
+            if caller is None:
+                await _pause(_SUSPENDED_S, stop)
+                continue
+            left_s = batch.expires_at - time.time()
+            call = self._calls.prepare(
+                batch.endpoint,
+                body,
+                caller=caller,
+                origin=BATCH,
+                timeout_s=min(max(left_s, 1.0), MAX_TIMEOUT_S),
+            )
+            answer = await _answer_until(call, stop)
+            if answer is None:
+                return None
+            if answer.status not in _TRY_AGAIN:
+                return answer
+            await _pause(_retry_after_s(answer), stop)
+        return None
+
+    async def _caller(self, batch: Batch) -> Principal | None:
+        """Whose batch it is; None where that cannot be said now, or the tenant is suspended for a while."""
+        try:
+            return await self._authenticator.principal_of(batch.key)
+        except ApiError as error:
+            if error.status == 401:
+                message = "The API key that made this batch was revoked or has expired."
+                raise KeyGone(message) from None
+            return None
+
+
+async def _answer_until(call: InnerCall, stop: asyncio.Event) -> InnerAnswer | None:
+    """The call's answer; None if `stop` is set before it is there."""
+    answering = asyncio.ensure_future(call.answer())
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+        return None
+    finally:
+        stopping.cancel()
+        call.close()
+        await asyncio.wait([answering])
+
+
+def _retry_after_s(answer: InnerAnswer) -> float:
+    """When to try again, spread a little so that lines do not come all at once."""
+    try:
+        asked = float(answer.headers.get("retry-after", "1"))
+    except ValueError:
+        asked = 1.0
+    return min(max(asked, 0.5), _MOST_PAUSE_S) * random.uniform(1.0, 1.25)
+
+
+async def _pause(seconds: float, stop: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()

@@ -1,0 +1,76 @@
+"""Lists in pages, as OpenAI has them: after an id, so many."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from redis.asyncio import Redis
+
+from gateway.accounts.entry import as_text
+
+
+class Listed(Protocol):
+    """What stands in a list."""
+
+    @property
+    def id(self) -> str: ...
+
+    def to_dict(self) -> Mapping[str, Any]: ...
+
+
+T = TypeVar("T", bound=Listed)
+
+
+class UnknownCursor(Exception):
+    """What a page was to begin after is not in the list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some items of a list, and whether there are more."""
+
+    items: list[T]
+    has_more: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's list object."""
+        return {
+            "object": "list",
+            "data": [item.to_dict() for item in self.items],
+            "first_id": self.items[0].id if self.items else None,
+            "last_id": self.items[-1].id if self.items else None,
+            "has_more": self.has_more,
+        }
+
+
+async def page_of(
+    redis: Redis,
+    key: str,
+    find: Callable[[str], Awaitable[T | None]],
+    *,
+    after: str | None,
+    limit: int,
+    newest_first: bool,
+) -> Page[T]:
+    """A page of a sorted set of ids, oldest first or newest first. Ids that `find` finds nothing for are
+    passed over. Raises UnknownCursor.
+    """
+    start = 0
+    if after is not None:
+        rank = await (redis.zrevrank(key, after) if newest_first else redis.zrank(key, after))
+        if rank is None:
+            raise UnknownCursor
+        start = rank + 1
+    items: list[T] = []
+    while len(items) <= limit:
+        wanted = limit + 1 - len(items)
+        ids = await redis.zrange(key, start, start + wanted - 1, desc=newest_first)
+        for found in [await find(as_text(each)) for each in ids]:
+            if found is not None:
+                items.append(found)
+        start += len(ids)
+        if len(ids) < wanted:
+            break
+    return Page(items[:limit], has_more=len(items) > limit)

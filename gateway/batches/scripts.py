@@ -1,0 +1,137 @@
+"""The scripts that change batches in Redis. See `gateway/batches/store.py` for the keys.
+
+Whoever works on a batch holds a lease, and has its token in the batch's `holder`. Every script of a holder
+asks for it first: one whose lease has ended meanwhile, because its process was stopped, changes nothing.
+"""
+
+from __future__ import annotations
+
+from gateway.batches.files import ADD_FILE
+
+CREATE = """
+-- KEYS: the tenant's root. ARGV: tenant, id, created_ms, its input file, the most that may be open, fields.
+-- Replies with 1; 0: there is no such file; -1: the tenant has too many batches that have not ended.
+local root, id = KEYS[1], ARGV[2]
+local batch, file = root .. ':batch:' .. id, root .. ':file:' .. ARGV[4]
+if redis.call('EXISTS', batch) == 1 then return 1 end
+if redis.call('EXISTS', file) == 0 then return 0 end
+if redis.call('SCARD', root .. ':batches:open') >= tonumber(ARGV[5]) then return -1 end
+redis.call('HINCRBY', file, 'users', 1)
+redis.call('HSET', batch, unpack(ARGV, 6))
+redis.call('ZADD', root .. ':batches', ARGV[3], id)
+redis.call('SADD', root .. ':batches:open', id)
+redis.call('ZADD', 'loraplex:batches', ARGV[3], ARGV[1] .. ' ' .. id)
+return 1
+"""
+
+CLAIM = """
+-- ARGV: the token, the lease in ms, tenants of which enough runs here. Replies with `<tenant> <id>` or false.
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local full = {}
+for index = 3, #ARGV do full[ARGV[index]] = true end
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', 'loraplex:batches', '-inf', now, 'LIMIT', 0, 1000)) do
+    local space = string.find(member, ' ')
+    local tenant, id = string.sub(member, 1, space - 1), string.sub(member, space + 1)
+    local batch = 'loraplex:{' .. tenant .. '}:batch:' .. id
+    if redis.call('EXISTS', batch) == 0 then
+        redis.call('ZREM', 'loraplex:batches', member)
+    elseif not full[tenant] then
+        redis.call('HSET', batch, 'holder', ARGV[1])
+        redis.call('ZADD', 'loraplex:batches', now + ARGV[2], member)
+        return member
+    end
+end
+return false
+"""
+
+_HELD = """
+local batch = KEYS[1] .. ':batch:' .. ARGV[1]
+if redis.call('HGET', batch, 'holder') ~= ARGV[2] then return false end
+"""
+"""Begins the scripts of a holder. KEYS: the tenant's root. ARGV: id, token."""
+
+RENEW = (
+    _HELD
+    + """
+-- ARGV: and the lease in ms, the tenant. Replies with the batch's status.
+local time = redis.call('TIME')
+local expiry = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
+redis.call('ZADD', 'loraplex:batches', 'XX', expiry, ARGV[4] .. ' ' .. ARGV[1])
+return redis.call('HGET', batch, 'status')
+"""
+)
+
+GIVE_BACK = (
+    _HELD
+    + """
+-- ARGV: and the tenant. Anybody may claim the batch at once.
+redis.call('HSET', batch, 'holder', '')
+redis.call('ZADD', 'loraplex:batches', 'XX', 0, ARGV[3] .. ' ' .. ARGV[1])
+return 1
+"""
+)
+
+MOVE = (
+    _HELD
+    + """
+-- ARGV: and the states that it may be in, with commas around each, and fields to set. Replies with the status
+-- that it has then: where it was in none of the states, as before.
+local status = redis.call('HGET', batch, 'status')
+if not string.find(ARGV[3], ',' .. status .. ',', 1, true) then return status end
+redis.call('HSET', batch, unpack(ARGV, 4))
+return redis.call('HGET', batch, 'status')
+"""
+)
+
+RECORD = (
+    _HELD
+    + """
+-- ARGV: and a line's number, its result, the count that it belongs to. Replies with 1; 0: it has a result.
+if redis.call('SETBIT', batch .. ':done', ARGV[3], 1) == 1 then return 0 end
+redis.call('HSET', batch .. ':results', ARGV[3], ARGV[4])
+redis.call('HINCRBY', batch, ARGV[5], 1)
+return 1
+"""
+)
+
+SPILL = (
+    _HELD
+    + """
+-- ARGV: and the name of a file in the store, the numbers of the lines whose results are there now.
+redis.call('HDEL', batch .. ':results', unpack(ARGV, 4))
+redis.call('RPUSH', batch .. ':segments', ARGV[3])
+return 1
+"""
+)
+
+FINISH = (
+    ADD_FILE
+    + _HELD
+    + """
+-- ARGV: and the tenant, now in ms, for how many s the batch stays listed, fields of the batch as JSON, files
+-- as JSON. Each file has an id, expires_at, bytes and fields.
+local root = KEYS[1]
+for _, file in ipairs(cjson.decode(ARGV[7])) do
+    add_file(root, ARGV[3], file.id, ARGV[4], file.expires_at, file.bytes, file.fields)
+end
+redis.call('HSET', batch, 'holder', '', unpack(cjson.decode(ARGV[6])))
+redis.call('EXPIRE', batch, ARGV[5])
+redis.call('DEL', batch .. ':results', batch .. ':done', batch .. ':segments')
+redis.call('ZREM', 'loraplex:batches', ARGV[3] .. ' ' .. ARGV[1])
+redis.call('SREM', root .. ':batches:open', ARGV[1])
+local input = root .. ':file:' .. redis.call('HGET', batch, 'input_file_id')
+if redis.call('EXISTS', input) == 1 then redis.call('HINCRBY', input, 'users', -1) end
+return 1
+"""
+)
+
+CANCEL = """
+-- KEYS: the tenant's root. ARGV: id, now in s. Replies with 1; 0: it is too late, or there is no such batch.
+local batch = KEYS[1] .. ':batch:' .. ARGV[1]
+local status = redis.call('HGET', batch, 'status')
+if status == 'cancelling' then return 1 end
+if status ~= 'validating' and status ~= 'in_progress' then return 0 end
+redis.call('HSET', batch, 'status', 'cancelling', 'cancelling_at', ARGV[2])
+return 1
+"""
