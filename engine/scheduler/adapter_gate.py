@@ -194,6 +194,16 @@ class AdapterGate:
     def _is_here(self, digest: bytes) -> bool:
         return self._pages.resident(digest) is not None or self._tiers.has(digest)
 
+    def num_open(self, num_waiting: Callable[[bytes], int]) -> int:
+        """How many of those who wait have their adapter on the device, where it stays.
+
+        Args:
+            num_waiting: how many wait for an adapter, or for the base model.
+        """
+        leaving = self._claim.victims if self._claim is not None else frozenset()
+        staying = self._pages.residents().keys() - leaving
+        return sum(map(num_waiting, staying)) + num_waiting(b"")
+
     def vocab_size(self, digest: bytes) -> int:
         """The tokens that an adapter on the device can read and draw; 0: those of the base model."""
         adapter = self._pages.resident(digest)

@@ -1,19 +1,17 @@
 """How many tokens of prompts a step has, beside those that decode.
 
-A step takes as long as what is in it, and everyone in it waits for its end. So where most of the sequences
-that could run have a token to decode, prompts have to keep within two bounds:
+A step takes as long as what is in it, and everyone in it waits for its end, as does whoever comes meanwhile.
+So prompts have to keep within two bounds:
 
-- *Their part of the work.* On a GPU a step of decodes mostly reads weights, and some prompt tokens ride along
-  for little; beyond that, each costs its full price (H200: 14 µs each of 256 beside 32 decodes, 22 µs each of
-  2,048 alone). So a step takes one in so many of the prompt tokens that it could, and no fewer than ride
-  cheaply: a few prompts are spread over decode steps, many at once still fill whole steps. On a CPU a token
-  costs the same in any company, so there is no such bound.
-- *Others' patience.* With several tenants here, prompts may lengthen a step by no more than `LENGTHENING` of
-  what its decodes take: whoever comes waits for the step under way, and whoever decodes waits for every
-  step. What decodes and prompts take is measured, so that this holds on any machine.
-
-Where most wait for their prompts there is no bound, since it would cost throughput: their first tokens are
-what the step is for.
+- *Their part of the work*, where most of the sequences that could run have a token to decode. On a GPU such a
+  step mostly reads weights, and some prompt tokens ride along for little; beyond that, each costs its full
+  price (H200: 14 µs each of 256 beside 32 decodes, 22 µs each of 2,048 alone). So a step takes one in so many
+  of the prompt tokens that it could, and as many as make it up to a size where they ride cheaply: a few
+  prompts are spread over decode steps, many at once still fill whole steps. On a CPU a token costs the same
+  in any company, so there is no such bound.
+- *Others' patience*, where several tenants are here. Prompts may lengthen a step by so much of what its
+  decodes take, and by more where most wait for their prompts, since to read the weights for few tokens costs
+  throughput. What decodes and prompts take is measured, so that this holds on any machine.
 """
 
 from __future__ import annotations
@@ -26,8 +24,10 @@ from engine.block_pool import BLOCK_SIZE
 
 LENGTHENING = 2 / 3
 """By how much of the time of its decodes prompts may lengthen a step that several tenants share."""
-UNMEASURED_PARTS = 24
-"""Until it is known what tokens take, a shared step has this part of its budget for prompts."""
+PROMPTS_LENGTHENING = 4.0
+"""The same where most sequences wait for their prompts."""
+UNMEASURED = 1 / 16
+"""Until it is known what tokens take: what part of a step's budget takes as long as its decodes."""
 WINDOW = 64
 """The steps that measurements are from."""
 FIT_EVERY = 8
@@ -39,8 +39,8 @@ class PromptBudget:
 
     Args:
         most: tokens that a step has in all.
-        parts, floor: a step takes one in ``parts`` of the prompt tokens that it could, and up to ``floor``
-            anyway.
+        parts: beside decodes, a step takes one in so many of the prompt tokens that it could; 1: all of them.
+        floor: it takes some anyway until it has so many tokens in all.
     """
 
     def __init__(self, most: int, *, parts: int, floor: int) -> None:
@@ -62,22 +62,27 @@ class PromptBudget:
             self._since_fit = 0
             self._fit()
 
-    def beside_decodes(self, num_available: int, *, is_shared: bool) -> int:
-        """How many prompt tokens a step may have in which most sequences decode: one block at least.
+    def of_step(self, num_decodes: int, num_available: int, *, most_decode: bool, is_shared: bool) -> int:
+        """How many prompt tokens a step may have: one block at least.
 
         Args:
             num_available: prompt tokens that it could compute.
+            most_decode: whether most of the sequences that could run have a token to decode.
             is_shared: whether several tenants are here.
         """
-        budget = min(self._most, max(self._floor, -(-num_available // self._parts)))
+        budget = self._most
+        if most_decode:
+            budget = min(budget, max(self._floor - num_decodes, -(-num_available // self._parts)))
         if is_shared:
-            budget = min(budget, self._within_patience())
+            lengthening = LENGTHENING if most_decode else PROMPTS_LENGTHENING
+            budget = min(budget, int(lengthening * self._as_long_as_decodes()))
         return max(BLOCK_SIZE, budget)
 
-    def _within_patience(self) -> int:
+    def _as_long_as_decodes(self) -> float:
+        """How many prompt tokens take as long as the decodes of a step."""
         if self._token_s is None:
-            return self._most // UNMEASURED_PARTS
-        return int(LENGTHENING * self._decodes_s / self._token_s)
+            return UNMEASURED * self._most
+        return self._decodes_s / self._token_s
 
     def _fit(self) -> None:
         """Draws a line through the times: between the half of the steps with the fewest prompt tokens and the

@@ -44,7 +44,7 @@ class SchedulerLimits:
     prompt_parts: int = 1
     """Beside decodes, a step takes one in so many of the prompt tokens that it could; 1: all of them."""
     prompt_floor: int = 256
-    """But so many anyway."""
+    """But some anyway, until it has so many tokens in all."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_num_seqs <= self.max_num_batched_tokens:
@@ -355,11 +355,7 @@ class Scheduler:
         if len(step.rows) == len(self._running):
             return []
         planned = {row.seq_id for row in step.rows}
-        chunks = [
-            seq
-            for seq in self._running
-            if seq.seq_id not in planned and not seq.is_ending
-        ]
+        chunks = [seq for seq in self._running if seq.seq_id not in planned and not seq.is_ending]
         chunks.sort(key=lambda seq: self._counters.account(seq.request.tenant).rank)
         return chunks[::-1]
 
@@ -376,18 +372,23 @@ class Scheduler:
         return True
 
     def _chunk_budget(self, num_decodes: int, chunks: list[Sequence]) -> int:
-        """How many tokens of prompts a step may have beside its decodes.
+        """How many tokens of prompts a step may have beside its decodes; see `PromptBudget`.
 
-        None of others for a few steps after a tenant has come of which nothing runs. And whatever there is
-        where most sequences wait for their prompts; else see `PromptBudget`.
+        None of others for a few steps after a tenant has come of which nothing runs.
         """
-        could_run = min(self._limits.max_num_seqs, len(self._roster))
         if num_decodes and 0 < self._num_awaiting <= SHORT_STEPS:
             return 0
-        if 2 * num_decodes < could_run:
-            return self._limits.max_num_batched_tokens
-        available = sum(seq.num_missing for seq in chunks) + self._num_admissible_tokens()
-        return self._prompt_budget.beside_decodes(available, is_shared=self._lives.is_shared)
+        return self._prompt_budget.of_step(
+            num_decodes,
+            sum(seq.num_missing for seq in chunks) + self._num_admissible_tokens(),
+            most_decode=2 * num_decodes >= self._num_that_could_run(),
+            is_shared=self._lives.is_shared,
+        )
+
+    def _num_that_could_run(self) -> int:
+        """How many sequences run, or wait for a seat and blocks alone; no more than there are seats."""
+        num_open = self._gate.num_open(self._waiting.count)
+        return min(self._limits.max_num_seqs, len(self._running) + num_open)
 
     def _num_admissible_tokens(self) -> int:
         """About how many tokens those have who wait, and for whom there are seats and blocks."""
