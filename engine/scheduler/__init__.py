@@ -1,5 +1,6 @@
 """The scheduler: which tokens of which sequences the next step computes."""
 
-from engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler.limits import SchedulerLimits
+from engine.scheduler.scheduler import Scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]

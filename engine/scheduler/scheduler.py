@@ -17,6 +17,7 @@ from engine.outputs import LinkOutput
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
+from engine.scheduler.limits import SchedulerLimits
 from engine.scheduler.lives import Lives
 from engine.scheduler.prompt_budget import PromptBudget
 from engine.scheduler.queue_bounds import QueueBounds, Refused
@@ -28,30 +29,6 @@ from engine.step import StepPlan, StepResult, StepRow
 SHORT_STEPS = 4
 """Steps without prompts of others, while one waits for its adapter of whose tenant nothing runs."""
 UNKNOWN_TOKEN = "the request has a token that neither the model nor the adapter has"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The bounds of a step and of the queue.
-
-    Raises:
-        ValueError: when a step could not hold one token of every running sequence.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_num_waiting: int = 4096
-    prompt_parts: int = 1
-    """Beside decodes, a step takes one in so many of the prompt tokens that it could; 1: all of them."""
-    prompt_floor: int = 256
-    """But some anyway, until it has so many tokens in all."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.max_num_seqs <= self.max_num_batched_tokens:
-            raise ValueError(
-                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
-                f"--max-num-seqs ({self.max_num_seqs}): every running sequence takes a token of each step"
-            )
 
 
 @dataclass(slots=True)
@@ -378,22 +355,20 @@ class Scheduler:
         """
         if num_decodes and 0 < self._num_awaiting <= SHORT_STEPS:
             return 0
+        num_open = self._gate.num_open(self._waiting.count)
+        could_run = min(self._limits.max_num_seqs, len(self._running) + num_open)
         return self._prompt_budget.of_step(
             num_decodes,
-            sum(seq.num_missing for seq in chunks) + self._num_admissible_tokens(),
-            most_decode=2 * num_decodes >= self._num_that_could_run(),
+            sum(seq.num_missing for seq in chunks) + self._num_admissible_tokens(num_open),
+            most_decode=2 * num_decodes >= could_run,
             is_shared=self._lives.is_shared,
         )
 
-    def _num_that_could_run(self) -> int:
-        """How many sequences run, or wait for a seat and blocks alone; no more than there are seats."""
-        num_open = self._gate.num_open(self._waiting.count)
-        return min(self._limits.max_num_seqs, len(self._running) + num_open)
-
-    def _num_admissible_tokens(self) -> int:
-        """About how many tokens those have who wait, and for whom there are seats and blocks."""
+    def _num_admissible_tokens(self, num_open: int) -> int:
+        """About how many tokens those have who wait, and for whom all is here: adapter, seats, blocks."""
         seats = self._limits.max_num_seqs - self._lives.num_seats
-        return min(self._waiting.num_tokens_of(seats), self._pool.num_idle * BLOCK_SIZE)
+        num_tokens = self._waiting.num_tokens_of(min(seats, num_open))
+        return min(num_tokens, self._pool.num_idle * BLOCK_SIZE)
 
     def _plan_chunk(self, step: _Step, seq: Sequence, *, is_newcomer: bool = False) -> None:
         count = min(seq.num_missing, step.room(is_newcomer=is_newcomer))
