@@ -66,6 +66,9 @@ class SleepingRunner:
         self._result = self.execute(plan)
         return self
 
+    def draw(self) -> None:
+        """Nothing has to wait for the host."""
+
     def result(self) -> StepResult:
         return self._result
 

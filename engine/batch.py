@@ -105,10 +105,21 @@ def lay_out(rows: Sequence[StepRow], page_widths: Sequence[int] = ()) -> StepLay
         "query_starts": starts.astype(np.int32),
         "context_lens": (first_positions + lengths).astype(np.int32),
         "block_tables": tables,
-        "output_rows": starts[1:][sampled] - 1,
+        "output_rows": _output_rows(rows, starts, sampled),
         **grouped,
     }
     return StepLayout(arrays, int(lengths.max()), int(arrays["context_lens"].max()), max_segment_rows)
+
+
+def _output_rows(rows: Sequence[StepRow], starts: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """The tokens after which something is drawn, in order, and then those after which a prompt is scored."""
+    drawn = starts[1:][sampled] - 1
+    scored = [
+        np.arange(start + row.scoring.first, start + row.scoring.first + len(row.scoring.tokens))
+        for row, start in zip(rows, starts[:-1], strict=True)
+        if row.scoring is not None
+    ]
+    return np.concatenate([drawn, *scored]) if scored else drawn
 
 
 def _group_by_adapter(

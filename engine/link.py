@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
-from engine.outputs import LinkOutput
+from engine.outputs import LinkOutput, PromptLogprobs
 from engine.step import TokenLogprobs
 from protos import engine_pb2 as pb
 
@@ -68,7 +69,13 @@ class Link:
 
 
 def split(news: LinkOutput) -> list[LinkOutput]:
-    """Cuts news into parts of bounded size; an end stays in the part that has the last token before it."""
+    """Cuts news into parts of bounded size; an end stays in the part that has the last token before it, and
+    what is told of prompts comes before any token.
+    """
+    prompts = [part for prompt in news.prompts for part in _split_prompt(prompt)]
+    if sum(len(part.tokens) for part in prompts) > MAX_LOGPROBS_PER_MESSAGE:
+        rest = replace(news, prompts=[])
+        return [*(LinkOutput(prompts=[part]) for part in prompts), *split(rest)]
     has_logprobs = any(entry is not None for entry in news.logprobs)
     width = MAX_LOGPROBS_PER_MESSAGE if has_logprobs else MAX_TOKENS_PER_MESSAGE
     if len(news.tokens) <= width:
@@ -85,11 +92,19 @@ def split(news: LinkOutput) -> list[LinkOutput]:
     ]
     keys = zip(news.request_ids, news.choices, strict=True)
     last_part = {key: index // width for index, key in enumerate(keys)}
-    parts[0].started = news.started
+    parts[0].started, parts[0].prompts = news.started, prompts
     for finished in news.finished:
         where = last_part.get((finished.request_id, finished.choice), len(parts) - 1)
         parts[where].finished.append(finished)
     return parts
+
+
+def _split_prompt(prompt: PromptLogprobs) -> list[PromptLogprobs]:
+    width = MAX_LOGPROBS_PER_MESSAGE
+    return [
+        PromptLogprobs(prompt.request_id, prompt.start + at, prompt.tokens[at : at + width])
+        for at in range(0, len(prompt.tokens), width)
+    ]
 
 
 def to_message(news: LinkOutput) -> pb.LinkResponse:
@@ -97,6 +112,10 @@ def to_message(news: LinkOutput) -> pb.LinkResponse:
     message = pb.LinkResponse(request_ids=news.request_ids, choices=news.choices, tokens=news.tokens)
     if any(entry is not None for entry in news.logprobs):
         message.logprobs.extend(_logprobs(news.logprobs))
+    for prompt in news.prompts:
+        message.prompt_logprobs.add(
+            request_id=prompt.request_id, start=prompt.start, tokens=_logprobs(prompt.tokens)
+        )
     for started in news.started:
         message.started.add(
             request_id=started.request_id, cached_tokens=started.cached_tokens, queue_us=started.queue_us

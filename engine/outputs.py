@@ -26,6 +26,15 @@ class Finished:
     retry_after_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from ``start`` on."""
+
+    request_id: int
+    start: int
+    tokens: tuple[TokenLogprobs, ...]
+
+
 @dataclass(slots=True)
 class LinkOutput:
     """News for one link. The first four lists have one entry for each new token, in order."""
@@ -36,6 +45,7 @@ class LinkOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
     def merge(self, later: LinkOutput) -> None:
         """Appends the news of a later step; the receiver may not notice that they were two."""
@@ -45,6 +55,7 @@ class LinkOutput:
         self.logprobs += later.logprobs
         self.started += later.started
         self.finished += later.finished
+        self.prompts += later.prompts
 
 
 class Outputs:
@@ -59,6 +70,9 @@ class Outputs:
         out.choices.append(seq.choice)
         out.tokens.append(token)
         out.logprobs.append(logprobs)
+
+    def prompt_logprobs(self, request: Request, start: int, tokens: tuple[TokenLogprobs, ...]) -> None:
+        self._of(request.link).prompts.append(PromptLogprobs(request.request_id, start, tokens))
 
     def started(self, request: Request, *, cached_tokens: int, queue_us: int) -> None:
         self._of(request.link).started.append(Started(request.request_id, cached_tokens, queue_us))

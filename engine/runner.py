@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,13 +13,16 @@ from engine.batch import build_forward_batch
 from engine.drawn_tokens import DrawnTokens
 from engine.graphs import StepGraphs
 from engine.kv_cache import KVCache
+from engine.launched_step import LaunchedStep
 from engine.model.adapter_ends import ResidentEnds, StepEnds
 from engine.model.adapter_weights import HostAdapter, pages_of_rank
 from engine.model.llama import ForwardBatch
 from engine.model.loading import LoadedModel
 from engine.model.lora_pool import RankPagePool
-from engine.sampler import EmptyStep, PendingStep, Sampler
-from engine.step import SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
+from engine.prompt_logprobs import PendingScores
+from engine.sampler import PendingDraw, Sampler
+from engine.step import UNSEEN, SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
+from engine.transfer import Readback
 from kernels.plans import BLOCK_SIZE, RANK_PAGE
 
 
@@ -58,6 +62,7 @@ class Runner:
         self._ends = ResidentEnds(model.device)
         self._adapter_copies = AdapterCopies(model.device)
         self._sampler = Sampler(model.device)
+        self._score_readback = Readback(model.device)
         self._drawn: DrawnTokens | None = None
 
     def warm_up(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -109,26 +114,51 @@ class Runner:
         return self.submit(plan).result()
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> PendingStep | EmptyStep:
+    def submit(self, plan: StepPlan) -> LaunchedStep:
         """Launch one forward pass over ``plan.rows``, and the draw of a token for each row that samples.
 
-        Returns what the result can be had from; on a GPU, while the device still works. Steps run in the
-        order of their launch. Tokens that are `UNSEEN` are those that the step launched last has drawn.
-        Writes the rows' own slots of the KV cache, and nothing else that outlives the step.
+        The draw is left to `LaunchedStep.draw` where what a row may draw follows from a token that the host
+        has not read. Returns what the result can be had from; on a GPU, while the device still works. Steps
+        run in the order of their launch. Tokens that are `UNSEEN` are those that the step launched last has
+        drawn. Writes the rows' own slots of the KV cache, and nothing else that outlives the step.
         """
         drawn, self._drawn = self._drawn, None
         self._adapter_copies.wait_for(plan.rows)
         self._cache.copy_blocks(plan.block_copies)
         ends = self._ends.of(plan.rows)
-        hidden = None if self._graphs is None else self._graphs.run(plan.rows, drawn)
+        scored = [row for row in plan.rows if row.scoring is not None]
+        graphs = None if scored else self._graphs
+        hidden = None if graphs is None else graphs.run(plan.rows, drawn)
         if hidden is None:
             hidden = self._forward(self._build_batch(plan.rows, ends, drawn))
         sampling = [row for row in plan.rows if row.sampling is not None]
+        scores = self._score_prompts(scored, hidden, ends, len(sampling)) if scored else None
         if not sampling:
-            return EmptyStep()
+            return LaunchedStep(None, scores)
+        if scored:
+            hidden, ends = hidden[: len(sampling)], ends and ends.part(0, len(sampling))
         logits = self._network.logits(hidden, ends)
-        pending, self._drawn = self._sampler.draw(logits, sampling, drawn)
+        step = LaunchedStep(partial(self._draw, logits, sampling, drawn), scores)
+        if not any(row.constraint is not None and row.tokens[0] == UNSEEN for row in sampling):
+            step.draw()
+        return step
+
+    @torch.inference_mode()
+    def _draw(self, logits: torch.Tensor, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> PendingDraw:
+        pending, self._drawn = self._sampler.draw(logits, rows, drawn)
         return pending
+
+    def _score_prompts(
+        self, rows: Sequence[StepRow], hidden: torch.Tensor, ends: StepEnds | None, first: int
+    ) -> PendingScores:
+        """Launch the logprobs of prompts. ``hidden`` of their tokens begins at ``first``."""
+
+        def logits_of(start: int, stop: int) -> torch.Tensor:
+            start, stop = first + start, first + stop
+            return self._network.logits(hidden[start:stop], ends and ends.part(start, stop))
+
+        width = max(self._network.config.vocab_size, ends.vocab_size if ends else 0)
+        return PendingScores(rows, logits_of, width, self._score_readback)
 
     @torch.inference_mode()
     def write_adapter(self, pages: Sequence[int], adapter: HostAdapter) -> Callable[[], bool]:

@@ -20,7 +20,7 @@ OVERFLOW = "its adapter's weights overflow on this input"
 NOTHING_LEFT = "logit_bias and the banned tokens leave no token to draw."
 
 
-class PendingStep:
+class PendingDraw:
     """The draw of one step, launched, and on its way to the host."""
 
     def __init__(
@@ -35,18 +35,11 @@ class PendingStep:
         self._copies = readback.start(parts)
 
     def result(self) -> StepResult:
-        """What each row drew, once the device has: the only call that waits for it.
+        """What each row drew, once the device has.
 
         A row whose logits are not finite gets an ``error``; the others do not notice it.
         """
         return _results(self._rows, self._logits, Sampled(*self._copies.wait()))
-
-
-class EmptyStep:
-    """A step of which no row draws."""
-
-    def result(self) -> StepResult:
-        return StepResult()
 
 
 class Sampler:
@@ -60,7 +53,7 @@ class Sampler:
 
     def draw(
         self, logits: torch.Tensor, rows: Sequence[StepRow], drawn: DrawnTokens | None = None
-    ) -> tuple[PendingStep, DrawnTokens]:
+    ) -> tuple[PendingDraw, DrawnTokens]:
         """Launch the draw of the next token of each row.
 
         Args:
@@ -71,7 +64,7 @@ class Sampler:
             The draw on its way to the host, and on the device, for the next step.
         """
         sampled = sample(logits, self.batch(rows, drawn))
-        return PendingStep(rows, logits, sampled, self._readback), DrawnTokens(sampled.tokens, rows)
+        return PendingDraw(rows, logits, sampled, self._readback), DrawnTokens(sampled.tokens, rows)
 
     def batch(self, rows: Sequence[StepRow], drawn: DrawnTokens | None = None) -> SamplingBatch:
         """The parameters of rows that all have ``sampling`` as parallel tensors. Waits for nothing."""
@@ -91,7 +84,10 @@ class Sampler:
 
 
 def _allowed(rows: Sequence[StepRow], device: torch.device) -> AllowedTokens | None:
-    """What the rows that have a constraint may draw. On a GPU it is found while the step computes."""
+    """What the rows that have a constraint may draw. On a GPU it is found while the step computes.
+
+    Their states have all tokens so far: see `engine.launched_step.LaunchedStep.draw`.
+    """
     constraints = [row.constraint for row in rows if row.constraint is not None]
     if not constraints:
         return None

@@ -67,6 +67,9 @@ class Request:
         max_len: most tokens in a sequence, prompt included.
         stop_token_ids: tokens that end a sequence, the model's own end tokens among them if they count.
         grammar: what each choice's output must fit; None: anything.
+        prompt_logprobs: alternatives for each token of the prompt, if its tokens' logprobs are wanted.
+        prompt_only: only the prompt is wanted: what is drawn after it is told nobody.
+        background: runs in what requests that are not leave over, whoever sends those.
         arrival, deadline: seconds on the scheduler's clock.
     """
 
@@ -86,6 +89,9 @@ class Request:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    prompt_only: bool = False
+    background: bool = False
     arrival: float = 0.0
     deadline: float | None = None
     prompt_hashes: list[bytes] = field(init=False)
@@ -125,6 +131,7 @@ class Sequence:
         num_given: tokens that came with the request.
         num_at_start: how many there were when it was admitted last.
         num_charged: of these, how many the tenant has paid for, or got from the cache.
+        num_scored: of the prompt's tokens, those whose logprobs have been told; the first has none.
         siblings: attached sequences that start from this one's prompt.
         constraint: where its output stands in the request's grammar; None without one.
         order: place among the waiting of a tenant; lower is sooner.
@@ -142,6 +149,7 @@ class Sequence:
         "num_given",
         "num_prompt",
         "num_published",
+        "num_scored",
         "num_unseen",
         "order",
         "params",
@@ -167,6 +175,7 @@ class Sequence:
         self.num_at_start = 0
         self.num_published = 0
         self.num_charged = 0
+        self.num_scored = 1
         self.adapter: StepAdapter | None = None
         grammar = request.grammar
         self.constraint: Constraint | None = grammar.start(request.output) if grammar is not None else None
@@ -187,11 +196,6 @@ class Sequence:
     def is_ending(self) -> bool:
         """Whether a step under way draws the last token that there is room for."""
         return len(self.tokens) + self.num_unseen >= self.request.max_len
-
-    @property
-    def must_be_read(self) -> bool:
-        """Whether what it may draw next follows from a token that the host has not read yet."""
-        return self.constraint is not None and self.num_unseen > 0
 
     def set_status(self, status: Status, why: str = "") -> None:
         """The only place where a life moves on."""

@@ -5,7 +5,7 @@ Plain values, immutable, rebuilt every step: nothing about which row has which a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,18 @@ class StepAdapter:
     """Tokens that it can read and draw; 0: those of the base model."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which tokens of a prompt are to be given their logprobs by a row that computes those before them."""
+
+    first: int
+    """Index among the row's tokens of the one before the first of these."""
+    tokens: Sequence[int]
+    """Of the prompt; the last may be the one after the row's own."""
+    num_top: int
+    """Alternatives for each."""
+
+
 @dataclass(slots=True)
 class StepRow:
     """One sequence's part of a step: ``len(tokens)`` tokens from position ``start`` on.
@@ -81,7 +93,9 @@ class StepRow:
     banned_tokens: Sequence[int] = ()
     """Tokens that may not be sampled now (the end tokens, while under ``min_tokens``)."""
     constraint: Constraint | None = None
-    """What alone may be sampled now. Its state is that of all tokens so far, so none of them is unseen."""
+    """What alone may be sampled now. While the row's token is unseen, its state lacks that token: it is to be
+    asked once the host has read it."""
+    scoring: PromptScoring | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +129,5 @@ class RowResult:
 class StepResult:
     rows: tuple[RowResult, ...] = field(default=())
     """One for each row with ``sampling``, in batch order."""
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """By ``seq_id``, of the tokens that the row's ``scoring`` names."""

@@ -36,7 +36,7 @@ def parse_submit(
     vocab_size = _check_tokens(message, prompt, output, model)
     _check_service(message, model)
     room = model.max_model_len - len(prompt)
-    limit = min(message.max_tokens or room, room)
+    limit = 1 if message.prompt_only else min(message.max_tokens or room, room)
     stop = set(message.stop_token_ids)
     if not message.ignore_eos:
         stop.update(model.eos_token_ids)
@@ -55,10 +55,13 @@ def parse_submit(
         adapter_start=message.adapter_start,
         vocab_size=vocab_size,
         grammar=grammar,
+        prompt_logprobs=_count_of_top(message, "prompt_logprobs", model),
+        prompt_only=message.prompt_only,
         block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
         tenant=message.tenant,
         weight=message.weight or 1.0,
         priority=message.priority,
+        background=message.background,
         arrival=now,
         deadline=now + message.deadline_ms / 1000 if message.deadline_ms else None,
     )
@@ -133,9 +136,7 @@ def _sampling(message: pb.Submit, model: pb.ModelInfo) -> tuple[SamplingParams, 
         _require(math.isfinite(getattr(wire, name)), f"{name} is not a finite number")
     _require(len(wire.bias_tokens) == len(wire.bias_values), "bias_tokens and bias_values differ in length")
     _require(all(map(math.isfinite, wire.bias_values)), "bias_values has a number that is not finite")
-    logprobs = wire.logprobs if wire.HasField("logprobs") else None
-    most = min(MAX_LOGPROBS, model.vocab_size)
-    _require(logprobs is None or logprobs <= most, f"logprobs is {logprobs}; it can be at most {most}")
+    logprobs = _count_of_top(wire, "logprobs", model)
     return tuple(
         SamplingParams(
             temperature=wire.temperature,
@@ -152,6 +153,15 @@ def _sampling(message: pb.Submit, model: pb.ModelInfo) -> tuple[SamplingParams, 
         )
         for seed in message.seeds
     )
+
+
+def _count_of_top(message: pb.Submit | pb.Sampling, field: str, model: pb.ModelInfo) -> int | None:
+    """How many alternatives a field asks for; None if it is not set."""
+    if not message.HasField(field):
+        return None
+    count, most = getattr(message, field), min(MAX_LOGPROBS, model.vocab_size)
+    _require(count <= most, f"{field} is {count}; it can be at most {most}")
+    return count
 
 
 def _require(condition: bool, sentence: str) -> None:

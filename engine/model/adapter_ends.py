@@ -114,6 +114,19 @@ class StepEnds:
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the largest vocabulary among them."""
+        return max(part.ends.vocab_size for part in self._parts)
+
+    def part(self, start: int, stop: int) -> StepEnds:
+        """The same for the output rows from ``start`` to ``stop`` alone, as if there were no others."""
+        parts = []
+        for part in self._parts:
+            inside = (part.outputs >= start) & (part.outputs < stop)
+            parts.append(_Part(part.ends, part.tokens, part.outputs[inside] - start))
+        return StepEnds(parts)
+
     def embed(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[T, H]: the embeddings of ``tokens`` [T], some of which ``table`` [vocab_size, H] may lack."""
         x = embedding(tokens.clamp(max=len(table) - 1), table)
@@ -129,7 +142,7 @@ class StepEnds:
         V is the largest vocabulary of the step, the base's included; beyond its own a row has -inf.
         """
         base_size = logits.shape[1]
-        width = max(base_size, *(part.ends.vocab_size for part in self._parts))
+        width = max(base_size, self.vocab_size)
         if width > base_size:
             wider = logits.new_full((len(logits), width), float("-inf"))
             wider[:, :base_size] = logits
@@ -170,6 +183,7 @@ class ResidentEnds:
             return None
         found: dict[int, tuple[list[int], list[int]]] = {}
         flat, output = 0, 0
+        scored = sum(row.sampling is not None for row in rows)  # where the outputs of prompts begin
         for row in rows:
             page = row.adapter.pages[0] if row.adapter is not None else -1
             end = flat + len(row.tokens)
@@ -178,6 +192,11 @@ class ResidentEnds:
                 tokens.extend(range(flat + max(0, row.adapter_start - row.start), end))
                 if row.sampling is not None and row.start + len(row.tokens) > row.adapter_start:
                     outputs.append(output)
+                if row.scoring is not None:
+                    first, count = row.start + row.scoring.first, len(row.scoring.tokens)
+                    own = range(scored + min(count, max(0, row.adapter_start - first)), scored + count)
+                    outputs.extend(own)
+            scored += len(row.scoring.tokens) if row.scoring is not None else 0
             flat = end
             output += row.sampling is not None
         if not found:

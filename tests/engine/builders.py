@@ -135,6 +135,9 @@ class PendingResult:
     def fill(self, result: StepResult) -> None:
         self._result = result
 
+    def draw(self) -> None:
+        """A fake device draws by itself."""
+
     def result(self) -> StepResult:
         """Lets the device run until it has this step."""
         while self._result is None:

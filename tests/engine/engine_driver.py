@@ -11,12 +11,12 @@ from pathlib import Path
 
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool, root_hash
+from engine.launched_step import LaunchedStep
 from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel
 from engine.rank_pages import RankPages
 from engine.runner import Runner
-from engine.sampler import EmptyStep, PendingStep
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
@@ -58,7 +58,7 @@ class EngineDriver:
         self._model = model
         self._runner = Runner(model, num_blocks=num_blocks, num_rank_pages=num_rank_pages)
         self._news = threading.Event()
-        self._under_way: deque[tuple[StepPlan, PendingStep | EmptyStep]] = deque()
+        self._under_way: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._most_under_way = 1 if overlap else 0
 
         def read(digest: bytes) -> HostAdapter:
@@ -110,6 +110,8 @@ class EngineDriver:
         if self._under_way and (not plan.rows or len(self._under_way) > self._most_under_way):
             done, pending = self._under_way.popleft()
             self.scheduler.update(done, pending.result())
+            if self._under_way:
+                self._under_way[-1][1].draw()
         elif not plan.rows and self.scheduler.is_loading:
             assert self._news.wait(LOAD_TIMEOUT_S), "an adapter's load does not end"
             self._news.clear()
