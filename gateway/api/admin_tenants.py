@@ -20,9 +20,11 @@ from gateway.api.admin_access import (
     no_tenant,
 )
 from gateway.audit import Actor, Change
+from gateway.batches.upkeep import remove_file
 from gateway.described import described
 from gateway.errors import ApiError, invalid_request
 from gateway.limits import InvalidLimit, tenant_limits_from_mapping
+from gateway.publication import store_faults
 from gateway.schemas.admin import CreateTenant, UpdateTenant
 from gateway.schemas.admin_answers import (
     DoomedAdapter,
@@ -99,7 +101,8 @@ async def delete_tenant(
 ) -> dict[str, Any]:
     """Deletes a tenant with its keys and adapters, and says which these were; with `dry_run`, which they are.
 
-    The tenant itself goes last, so that a call that was cut short can be made again to finish.
+    Its files and batches go, too. The tenant itself goes last, so that a call that was cut short can be made
+    again to finish.
     """
     services, actor = _services(request), actor_of(request, caller)
     await find_tenant(services, tenant_id)
@@ -143,7 +146,7 @@ async def _deletion(services: Services, tenant_id: str) -> dict[str, Any]:
 async def _delete_possessions(
     services: Services, tenant_id: str, actor: Actor
 ) -> tuple[list[str], list[str]]:
-    """Deletes all keys and adapters of a tenant. Returns the keys' ids and the adapters' names."""
+    """Deletes all that a tenant has. Returns the keys' ids and the adapters' names."""
     keys = [record.id for record in await services.keys.of_tenant(tenant_id)]
     for key_id in keys:
         await services.keys.revoke(tenant_id, key_id, by=actor)
@@ -152,6 +155,10 @@ async def _delete_possessions(
         with suppress(AdapterNotFound):
             await delete_adapter(services, tenant_id, name)
             await services.audit.append(Change("adapter.delete", tenant_id, name, {}, {}), actor)
+    await services.batches.forget_tenant(tenant_id)
+    for file_id in await services.files.of_tenant(tenant_id):
+        async with store_faults():
+            await remove_file(services.files, services.file_store, tenant_id, file_id, even_in_use=True)
     return keys, adapters
 
 

@@ -14,12 +14,13 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 
 from gateway.accounts.entry import as_text
 from gateway.accounts.windows import root_of
-from gateway.batches.pages import Page, page_of
+from gateway.batches.pages import Page, ids_of, page_of
 
 ALL_FILES = "loraplex:files"
 KEPT_S = 30 * 24 * 3600
@@ -185,12 +186,12 @@ class Files:
 
     async def expired(self, most: int) -> Sequence[tuple[str, str]]:
         """Files whose time is over, as tenant and id; at most so many."""
-        found = await self._redis.zrangebyscore(ALL_FILES, "-inf", time.time(), start=0, num=most)
+        found: list[Any] = await self._redis.zrangebyscore(ALL_FILES, "-inf", time.time(), start=0, num=most)
         return [_pair(member) for member in found]
 
     async def of_tenant(self, tenant: str) -> Sequence[str]:
         """The ids of all files of a tenant."""
-        return [as_text(file_id) for file_id in await self._redis.zrange(f"{root_of(tenant)}:files", 0, -1)]
+        return await ids_of(self._redis, f"{root_of(tenant)}:files")
 
     async def exists(self, tenant: str, file_id: str) -> bool:
         """Whether it is listed, though its time may be over."""

@@ -11,7 +11,7 @@ from typing import IO
 from fastapi import Request
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 from gateway.errors import ApiError, invalid_request
 from gateway.schemas.batches import LEAST_KEPT_S, MOST_KEPT_S
@@ -66,7 +66,7 @@ async def received_form(request: Request, *, default_kept_s: int) -> AsyncIterat
         raise _bad("The client went away during the upload.", None) from None
 
 
-def _bounded(request: Request):  # type: ignore[no-untyped-def]
+def _bounded(request: Request) -> Receive:
     """The request's `receive`. Raises ApiError 413 and 408 when too much comes, or nothing for too long."""
     size = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +22,7 @@ class Listed(Protocol):
 
 
 T = TypeVar("T", bound=Listed)
+_AT_ONCE = 32
 
 
 class UnknownCursor(Exception):
@@ -45,6 +47,14 @@ class Page(Generic[T]):
         }
 
 
+async def ids_of(
+    redis: Redis, key: str, start: int = 0, stop: int = -1, *, newest_first: bool = False
+) -> list[str]:
+    """Members of a sorted set by their places, both included; all unless told otherwise."""
+    found: list[Any] = await redis.zrange(key, start, stop, desc=newest_first)
+    return [as_text(each) for each in found]
+
+
 async def page_of(
     redis: Redis,
     key: str,
@@ -62,14 +72,14 @@ async def page_of(
         rank = await (redis.zrevrank(key, after) if newest_first else redis.zrank(key, after))
         if rank is None:
             raise UnknownCursor
-        start = rank + 1
+        start = int(rank) + 1  # type: ignore[arg-type]
     items: list[T] = []
     while len(items) <= limit:
         wanted = limit + 1 - len(items)
-        ids = await redis.zrange(key, start, start + wanted - 1, desc=newest_first)
-        for found in [await find(as_text(each)) for each in ids]:
-            if found is not None:
-                items.append(found)
+        ids = await ids_of(redis, key, start, start + wanted - 1, newest_first=newest_first)
+        for at in range(0, len(ids), _AT_ONCE):
+            some = ids[at : at + _AT_ONCE]
+            items += [found for found in await asyncio.gather(*map(find, some)) if found is not None]
         start += len(ids)
         if len(ids) < wanted:
             break

@@ -19,15 +19,17 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 
 from gateway.accounts.entry import as_text
 from gateway.accounts.windows import root_of
 from gateway.batches import scripts
 from gateway.batches.batch import Batch, Status
 from gateway.batches.files import StoredFile
-from gateway.batches.pages import Page, page_of
+from gateway.batches.pages import Page, ids_of, page_of
 
 KEPT_S = 30 * 24 * 3600
 """How long a batch stays listed after its end."""
@@ -172,13 +174,23 @@ class Batches:
             json.dumps(listed),
         )
 
+    async def forget_tenant(self, tenant: str) -> None:
+        """Removes all batches of a tenant, whatever their state."""
+        root = root_of(tenant)
+        for batch_id in await ids_of(self._redis, f"{root}:batches"):
+            key = _key(tenant, batch_id)
+            await self._redis.delete(key, f"{key}:done", f"{key}:results", f"{key}:segments")
+            await self._redis.zrem("loraplex:batches", f"{tenant} {batch_id}")
+        await self._redis.delete(f"{root}:batches", f"{root}:batches:open")
+
     async def done(self, tenant: str, batch_id: str) -> bytes:
         """A bit for each line that has a result, the first byte's highest being line 0."""
-        return await self._redis.get(f"{_key(tenant, batch_id)}:done") or b""
+        found: Any = await self._redis.get(f"{_key(tenant, batch_id)}:done")
+        return found or b""
 
     async def results(self, tenant: str, batch_id: str) -> dict[int, bytes]:
         """The results by line that are not in the store yet."""
-        found = await self._redis.hgetall(f"{_key(tenant, batch_id)}:results")  # type: ignore[misc]
+        found: Any = await self._redis.hgetall(f"{_key(tenant, batch_id)}:results")  # type: ignore[misc]
         return {int(line): result for line, result in found.items()}
 
     async def segments(self, tenant: str, batch_id: str) -> list[str]:
@@ -186,7 +198,7 @@ class Batches:
         found = await self._redis.lrange(f"{_key(tenant, batch_id)}:segments", 0, -1)  # type: ignore[misc]
         return [as_text(name) for name in found]
 
-    async def _held(self, script, lease: Lease, *args: str | int | bytes):  # type: ignore[no-untyped-def]
+    async def _held(self, script: AsyncScript, lease: Lease, *args: str | int | bytes) -> Any:
         reply = await script(keys=[root_of(lease.tenant)], args=[lease.batch_id, lease.token, *args])
         if reply is None:
             raise LeaseLost

@@ -36,6 +36,9 @@ _RETRY_S = 0.5
 
 _EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 _CANCELLED = ("batch_cancelled", "This request was not executed, since the batch was cancelled.")
+_LOST_INPUT = json.dumps(
+    [{"code": "file_not_found", "message": "The input file is gone.", "param": "input_file_id", "line": None}]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ class BatchWork:
                 return
             source = await self._desk.files.find(batch.tenant, batch.input_file_id, even_expired=True)
             if source is None:
-                return  # with its tenant
+                await self._desk.batches.finish(self.lease, Status.FAILED, {"errors": _LOST_INPUT}, [])
+                return
             status = await self._check(batch, source) if batch.status is Status.VALIDATING else batch.status
             if status is Status.IN_PROGRESS:
                 await self._run_lines(batch, source)
@@ -172,6 +176,8 @@ class BatchWork:
         self._kept_lines = self._kept_bytes = 0
         tenant, batch_id = self.lease.tenant, self.lease.batch_id
         kept = await self._desk.batches.results(tenant, batch_id)
+        if not kept:  # those that were counted since then went with the last ones
+            return
         name = await asyncio.to_thread(
             results.write_segment, self._desk.store, tenant, batch_id, kept.values()
         )

@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 
 from adapters.blob_store import open_store, read_file
 from adapters.collector import collect
+from adapters.file_store import open_files
 from adapters.registry import Registry
 from gateway.api import (
     adapter_aliases,
@@ -39,6 +40,8 @@ from gateway.api import (
 from gateway.api import adapters as adapters_api
 from gateway.audit import Audit
 from gateway.auth import Authenticator
+from gateway.batches.files import Files
+from gateway.batches.store import Batches
 from gateway.errors import install_error_handling
 from gateway.hub import Hub
 from gateway.keys import Keys
@@ -196,6 +199,9 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         upload_slots=UploadSlots(config.uploads_per_tenant),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),
         upload_transfers=UploadTransfers(),
+        file_store=open_files(config.store, store),
+        files=Files(redis),
+        batches=Batches(redis, lease_s=config.lease_s),
     )
     return cast(Services, used)
 

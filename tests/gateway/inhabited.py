@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
+from gateway.batches.files import new_file
+from gateway.services import Services
 from tests.gateway.control_plane import config_json, safetensors, tensor_shapes
 from tests.gateway.local_stack import LocalStack
 
 OPERATOR_KEY = "an operator's key of the test's own"
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 TENANT, OTHER_TENANT, ADAPTER = "acme", "globex", "sql"
+LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": ADAPTER, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+}
 
 
 def adapter_files(seed: int) -> dict[str, bytes]:
@@ -33,6 +44,8 @@ class Inhabitants:
     key: str = "none yet"
     spare_key_id: str = ""
     upload_id: str = ""
+    file_id: str = "file-5f0c6a1be2d34f7a9c8b7d6e"  # the one that examples name
+    batch_id: str = ""
 
     def settle(self) -> None:
         """Sees to it that all of it is there."""
@@ -50,6 +63,10 @@ class Inhabitants:
                 self._settle_adapter(client, own)
             if client.get(f"/v1/adapter-uploads/{self.upload_id}", headers=own).status_code != 200:
                 self.upload_id = self._open_upload(client, own)
+            if client.get(f"/v1/files/{self.file_id}/content", headers=own).status_code != 200:
+                self._settle_file()
+            if client.get(f"/v1/batches/{self.batch_id}", headers=own).status_code != 200:
+                self.batch_id = self._new_batch(client, own)
 
     def headers(self, path: str) -> dict[str, str]:
         """The headers that hold the key of whoever uses this path."""
@@ -66,6 +83,8 @@ class Inhabitants:
             "upload_id": self.upload_id,
             "file_name": "adapter_model.safetensors",
             "file": "adapter_config.json",
+            "file_id": self.file_id,
+            "batch_id": self.batch_id,
         }.get(parameter)
 
     def _settle_tenant(self, client: httpx.Client, tenant: str) -> None:
@@ -93,4 +112,25 @@ class Inhabitants:
         ]
         answer = client.post("/v1/adapter-uploads", json={"name": "open", "files": files}, headers=own)
         assert answer.status_code == 201, answer.text
+        return answer.json()["id"]
+
+    def _settle_file(self) -> None:
+        """Puts a file there by the id that it must have, which no client can choose."""
+        services: Services = self.stack.app.state.services
+        content = json.dumps(LINE).encode()
+        made = replace(new_file(TENANT, "in.jsonl", "batch", len(content)), id=self.file_id)
+
+        async def add() -> None:
+            with TemporaryDirectory() as folder:
+                source = Path(folder) / "source"
+                source.write_bytes(content)
+                services.file_store.put(made.name, source)
+            await services.files.add(made, most_bytes=None)
+
+        self.stack.call(add())
+
+    def _new_batch(self, client: httpx.Client, own: dict[str, str]) -> str:
+        body = {"input_file_id": self.file_id, "endpoint": LINE["url"], "completion_window": "24h"}
+        answer = client.post("/v1/batches", json=body, headers=own)
+        assert answer.status_code == 200, answer.text
         return answer.json()["id"]

