@@ -5,8 +5,9 @@ When the adapter is in host memory but all pages are referenced, it must not be 
 others' sequences could keep those pages referenced without end. So the first such adapter, in the order of
 admission, makes a *claim*: it names as victims the residents that nobody uses, and of the others those
 that can leave soonest, just enough of them. Until it has its pages, no further sequence of a victim is
-admitted and no other adapter is placed; everyone else goes on. The scheduler lets the victims' sequences
-yield once they have had their turn (`engine.scheduler.turns`).
+admitted, unless it ends by when the victim can leave anyway, and no other adapter is placed; everyone else
+goes on. The scheduler lets the victims' sequences yield once they have had their turn
+(`engine.scheduler.turns`).
 
 The bound: a claimed adapter has its pages once the victims' running sequences have had a turn or have
 ended, and then keeps them until its first sequence runs. One claim stands at a time; the order of
@@ -74,6 +75,7 @@ class AdapterGate:
         self._drop = drop
         self._counters = tiers.counters
         self._claim: Claim | None = None
+        self._step = 0
         self._kept: set[bytes] = set()  # placed, and waited for: a reference keeps each until one runs
         self._placements_left = 0
         self._idle = True
@@ -103,6 +105,7 @@ class AdapterGate:
             num_waiting: how many sequences wait for an adapter now.
             idle: no sequence runs, so copies to the device delay nobody.
         """
+        self._step += 1
         self._placements_left = PLACEMENTS_PER_STEP
         self._note_idle(idle)
         for outcome in self._tiers.poll():
@@ -150,8 +153,9 @@ class AdapterGate:
         on_device = self._pages.resident(digest) is not None
         self._counters.note_request(digest, on_device=on_device, in_host=self._tiers.has(digest))
         if not on_device:
-            self._bills.begin(digest, tenant)
             self._tiers.want(digest)
+            if self._tiers.is_loading_one(digest):
+                self._bills.begin(digest, tenant)
 
     def is_open(
         self,
@@ -159,6 +163,7 @@ class AdapterGate:
         tenant: str,
         leaving: Callable[[], Mapping[bytes, Leaving]],
         *,
+        num_steps: int,
         goes_first: bool = False,
     ) -> bool:
         """Whether a sequence of this adapter may start now. If not, sees to it that one will.
@@ -166,6 +171,7 @@ class AdapterGate:
         Args:
             tenant: whose sequence it is; it is charged for what it takes to bring the adapter.
             leaving: gives, by adapter, how its running sequences can leave it.
+            num_steps: how many it takes until the sequence ends, if it starts now.
             goes_first: a claim that stands for another adapter gives way, if this one is here to be placed;
                 the other's sequence claims anew when it is asked for next.
         """
@@ -174,7 +180,7 @@ class AdapterGate:
         claim = self._claim
         if goes_first and claim is not None and claim.digest != digest and self._is_here(digest):
             self._claim = claim = None
-        if claim is not None and digest in claim.victims:
+        if claim is not None and not claim.lets_start(digest, end=self._step + num_steps):
             return False
         if self._pages.resident(digest) is None:
             self._bills.begin(digest, tenant)
@@ -188,11 +194,15 @@ class AdapterGate:
         copy = self._tiers.want(digest)
         may_claim = claim is None or (claim.digest == digest and not claim.suffices)
         if copy is not None and may_claim and self._placements_left:
-            self._claim = make_claim(self._pages, digest, copy, leaving())
+            self._claim = make_claim(self._pages, digest, copy, leaving(), step=self._step, before=claim)
         return False
 
     def _is_here(self, digest: bytes) -> bool:
         return self._pages.resident(digest) is not None or self._tiers.has(digest)
+
+    def here(self) -> frozenset[bytes]:
+        """The adapters on the device, and the base model."""
+        return frozenset((b"", *self._pages.residents()))
 
     def num_open(self, num_waiting: Callable[[bytes], int]) -> int:
         """How many of those who wait have their adapter on the device, where it stays.

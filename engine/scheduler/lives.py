@@ -244,8 +244,7 @@ class Lives:
     def end_failed_adapters(self) -> None:
         """Ends the waiting sequences whose adapter could not be brought; attached ones with their leader."""
         for failure in self._gate.take_failures():
-            leaders = [seq for seq in self.waiting if seq.request.adapter_digest == failure.digest]
-            for leader in leaders:
+            for leader in self.waiting.of_adapter(failure.digest):
                 self.end_all([leader, *leader.siblings], FinishReason.ERROR, failure.reason)
 
     def _detach(self, seq: Sequence) -> None:

@@ -239,7 +239,7 @@ class Scheduler:
         The first whose adapter is here, else the first; those without have told the gate what they lack.
         """
         first = None
-        for seq in self._waiting.fair_order():
+        for seq in self._waiting.fair_order(self._gate.here()):
             tenant = seq.request.tenant
             if self._counters.num_running(tenant) or (first and tenant != first.request.tenant):
                 break
@@ -257,7 +257,10 @@ class Scheduler:
     def _is_open(self, seq: Sequence, *, goes_first: bool = False) -> bool:
         tenant = seq.request.tenant
         leaving = partial(self._turns.leaving, tenant)
-        return self._gate.is_open(seq.request.adapter_digest, tenant, leaving, goes_first=goes_first)
+        num_steps = seq.request.max_len - len(seq.tokens)
+        return self._gate.is_open(
+            seq.request.adapter_digest, tenant, leaving, num_steps=num_steps, goes_first=goes_first
+        )
 
     def _yield_pages(self) -> bool:
         """Lets sequences make room for the adapter that claims their pages. Returns whether any has."""
@@ -309,7 +312,7 @@ class Scheduler:
         """
         if admits and step.budget > 0:
             seats = self._limits.max_num_seqs - self._lives.num_seats
-            for seq in self._waiting.fair_order():
+            for seq in self._waiting.fair_order(self._gate.here()):
                 account = self._counters.account(seq.request.tenant)
                 while chunks and self._counters.account(chunks[-1].request.tenant).rank <= account.rank:
                     self._plan_chunk(step, chunks.pop())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from engine.scheduler.fairness import Account, VirtualTokenCounters
 from engine.sequence import Sequence, Status
+
+MOST_AWAY = 64
+"""So many sequences are proposed whose adapter is not on the device: more than adapters load at once."""
 
 _Proposal = tuple[tuple[int, int, int], Sequence]
 """A sequence behind its order, which is its own alone: no two sequences are ever compared."""
@@ -24,11 +27,15 @@ class WaitingQueue:
     Lanes let a sequence whose adapter is not here step aside together with those behind it that want the
     same one, while the tenant's others are looked at. A tenant's order is: preempted, then priority, then
     arrival.
+
+    With thousands of adapters queued a step must not ask about each. So only the first `MOST_AWAY` lanes in
+    order are looked at, and all whose adapter is on the device, of which there are no more than rank pages.
     """
 
     def __init__(self, counters: VirtualTokenCounters) -> None:
         self._counters = counters
         self._lanes: dict[str, dict[bytes, list[Sequence]]] = {}
+        self._heads: dict[str, list[_Proposal]] = {}  # the first of each of a tenant's lanes, in order
         self._by_adapter: Counter[bytes] = Counter()
         self._length = 0
         self._num_tokens = 0
@@ -55,12 +62,21 @@ class WaitingQueue:
         """About how many tokens came with so many of them, reckoned by the mean of all."""
         return self._num_tokens * min(count, self._length) // max(1, self._length)
 
+    def of_adapter(self, adapter_digest: bytes) -> list[Sequence]:
+        """Those that wait for this adapter, in no particular order."""
+        return [seq for lanes in self._lanes.values() for seq in lanes.get(adapter_digest, ())]
+
     def push(self, seq: Sequence) -> None:
         """Adds a sequence, and lifts its tenant's counter if nothing of it was waiting."""
         request = seq.request
         self._counters.arrive(request.tenant, request.weight)
-        lanes = self._lanes.setdefault(request.tenant, {})
-        insort(lanes.setdefault(request.adapter_digest, []), seq, key=_order)
+        lane = self._lanes.setdefault(request.tenant, {}).setdefault(request.adapter_digest, [])
+        insort(lane, seq, key=_order)
+        if lane[0] is seq:
+            heads = self._heads.setdefault(request.tenant, [])
+            if len(lane) > 1:
+                _take_out(heads, lane[1])
+            insort(heads, (seq.order, seq))
         self._by_adapter[request.adapter_digest] += 1
         self._length += 1
         self._num_tokens += seq.num_given
@@ -68,15 +84,19 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
         request = seq.request
-        lanes = self._lanes[request.tenant]
+        lanes, heads = self._lanes[request.tenant], self._heads[request.tenant]
         lane = lanes[request.adapter_digest]
         index = bisect_left(lane, seq.order, key=_order)
         assert lane[index] is seq
         del lane[index]
+        if index == 0:
+            _take_out(heads, seq)
+            if lane:
+                insort(heads, (lane[0].order, lane[0]))
         if not lane:
             del lanes[request.adapter_digest]
             if not lanes:
-                del self._lanes[request.tenant]
+                del self._lanes[request.tenant], self._heads[request.tenant]
         self._by_adapter[request.adapter_digest] -= 1
         if not self._by_adapter[request.adapter_digest]:
             del self._by_adapter[request.adapter_digest]
@@ -84,24 +104,32 @@ class WaitingQueue:
         self._num_tokens -= seq.num_given
         self._counters.depart(request.tenant)
 
-    def fair_order(self) -> Iterator[Sequence]:
+    def fair_order(self, here: Collection[bytes]) -> Iterator[Sequence]:
         """Proposes sequences one by one: the next of the tenant that was served least (`Account.rank`).
 
         The caller either takes a proposal (`remove`, a new status, and a charge, before it asks for the
         next) or leaves it, and then its lane is left out for the rest of this iteration.
+
+        Args:
+            here: the adapters on the device, and the base model. Of others `MOST_AWAY` are proposed.
         """
         heap: list[tuple[tuple[float, int], int, Account]] = [
             (account.rank, number, account) for number, account in enumerate(self._counters.waiting())
         ]
         heapq.heapify(heap)
         proposals: dict[str, list[_Proposal]] = {}
+        num_away = 0
         while heap:
             _, number, account = heapq.heappop(heap)
             if account.tenant not in proposals:
-                proposals[account.tenant] = self._heads(account.tenant)
+                proposals[account.tenant] = self._proposals(account.tenant, here)
             heads = proposals[account.tenant]
             while heads:
                 _, head = heapq.heappop(heads)
+                if head.request.adapter_digest not in here:
+                    num_away += 1
+                    if num_away > MOST_AWAY:
+                        continue
                 yield head
                 if head.status is not Status.WAITING:
                     lane = self._lanes.get(account.tenant, {}).get(head.request.adapter_digest)
@@ -110,8 +138,19 @@ class WaitingQueue:
                     heapq.heappush(heap, (account.rank, number, account))
                     break
 
-    def _heads(self, tenant: str) -> list[_Proposal]:
-        """The first of each of the tenant's lanes, as a heap."""
-        heads = [(lane[0].order, lane[0]) for lane in self._lanes[tenant].values()]
-        heapq.heapify(heads)
-        return heads
+    def _proposals(self, tenant: str, here: Collection[bytes]) -> list[_Proposal]:
+        """The first of those of the tenant's lanes that are looked at, as a heap."""
+        lanes, heads = self._lanes[tenant], self._heads[tenant]
+        proposals = heads[:MOST_AWAY]
+        if len(heads) > MOST_AWAY:
+            last, _ = proposals[-1]
+            firsts = [lanes[digest][0] for digest in here if digest in lanes]
+            proposals += [(seq.order, seq) for seq in firsts if seq.order > last]
+        heapq.heapify(proposals)
+        return proposals
+
+
+def _take_out(heads: list[_Proposal], seq: Sequence) -> None:
+    index = bisect_left(heads, (seq.order,))
+    assert heads[index][1] is seq
+    del heads[index]

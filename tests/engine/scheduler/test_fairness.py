@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
-from builders import Engine, make_engine, make_request
+from builders import Engine, hold_reads, make_engine, make_request
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine.adapter_tiers import MAX_LOADS
 from engine.scheduler.fairness import VirtualTokenCounters
-from engine.scheduler.waiting import WaitingQueue
+from engine.scheduler.waiting import MOST_AWAY, WaitingQueue
 from engine.sequence import Sequence, Status
 
 
@@ -65,7 +69,7 @@ def test_idle_tenants_are_forgotten_when_that_changes_nothing() -> None:
 def propose(queue: WaitingQueue, take: int, refuse: frozenset[str] = frozenset()) -> list[int]:
     """Takes up to ``take`` proposals, leaving those of the tenants in ``refuse``; returns request ids."""
     taken: list[int] = []
-    for seq in queue.fair_order():
+    for seq in queue.fair_order(frozenset()):
         if seq.request.tenant in refuse:
             continue
         queue.remove(seq)
@@ -102,7 +106,7 @@ def test_a_lane_that_is_left_does_not_keep_the_others_waiting() -> None:
     queue, counters = fill((1, "x", 0, "cold"), (2, "x", 0, "cold"), (3, "x", 0, ""), (4, "y", 0, ""))
     counters.charge_input("y", 10)
     proposed: list[int] = []
-    for seq in queue.fair_order():
+    for seq in queue.fair_order(frozenset()):
         proposed.append(seq.request.request_id)
         if seq.request.adapter_digest:
             continue
@@ -192,3 +196,60 @@ def test_a_preemption_is_not_charged_to_its_victim() -> None:
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler._counters.account("tenant").served == 3 * (30 + 2 * 40)
     engine.close()
+
+
+def test_a_step_asks_about_few_of_thousands_of_adapters_that_wait() -> None:
+    """A queue of 3,000 adapters, of two tenants, none of which can be read; behind it, one without."""
+    engine = make_engine(num_pages=4, max_num_waiting=10_000, num_blocks=200)
+    released = hold_reads(engine)
+    for number in range(3000):
+        tenant = f"tenant-{number % 2}"
+        engine.scheduler.add(make_request(5, request_id=number, tenant=tenant, adapter=f"cold-{number}"))
+    asked: list[bytes] = []
+    is_open = engine.gate.is_open
+
+    def counted(digest: bytes, *arguments: Any, **options: Any) -> bool:
+        asked.append(digest)
+        return is_open(digest, *arguments, **options)
+
+    engine.gate.is_open = counted  # type: ignore[method-assign]
+    engine.step()
+    assert 0 < len(asked) <= 2 * MOST_AWAY + 1, "for a newcomer, and for admission"
+    assert len(engine.gate._bills._payer) <= MOST_AWAY + MAX_LOADS
+    engine.scheduler.add(make_request(5, request_id=5000, tenant="tenant-0"))
+    engine.step()
+    assert ("link", 5000) in engine.started, "who needs nothing is found behind all of them"
+    released.set()
+    engine.close()
+
+
+@pytest.mark.parametrize("num_pages", [1, 4])
+def test_all_of_many_adapters_have_their_turn(num_pages: int) -> None:
+    engine = make_engine(num_pages=num_pages, num_blocks=200)
+    count = 3 * MOST_AWAY
+    for number in range(count):
+        engine.store.add(f"cold-{number}", 16)
+        engine.scheduler.add(make_request(5, request_id=number, adapter=f"cold-{number}", max_tokens=2))
+    engine.run()
+    assert len(engine.finished) == count
+    engine.check_all_free()
+    engine.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 2), st.booleans()), max_size=60))
+def test_the_order_within_a_tenant_is_that_of_all_its_lanes(
+    events: list[tuple[int, int, bool]],
+) -> None:
+    """Sequences come and go, over a few adapters; what is proposed is what sorting all of them would say."""
+    queue = WaitingQueue(VirtualTokenCounters())
+    waiting: list[Sequence] = []
+    for number, (adapter, priority, leaves) in enumerate(events):
+        if leaves and waiting:
+            queue.remove(waiting.pop(adapter % len(waiting)))
+        else:
+            request = make_request(request_id=number, priority=priority, adapter=f"adapter-{adapter}")
+            waiting.append(Sequence(request, 0, number))
+            queue.push(waiting[-1])
+    expected = [seq.request.request_id for seq in sorted(waiting, key=lambda seq: seq.order)]
+    assert propose(queue, len(waiting)) == expected
+    assert queue.num_tokens_of(len(waiting)) == 0

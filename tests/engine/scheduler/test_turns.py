@@ -6,6 +6,7 @@ import pytest
 from builders import Engine, digest_of, expected_output, make_engine, make_request
 from virtual_engine import VirtualEngine
 
+from engine.scheduler.claims import GRACE_STEPS
 from engine.scheduler.turns import LEAST_TURN
 from engine.step import StepPlan
 
@@ -241,4 +242,36 @@ def test_a_claim_takes_an_adapter_that_is_free_soon_before_one_that_has_to_yield
     engine.scheduler.add(make_request([1] * 5, request_id=2, adapter="next", max_tokens=5))
     assert steps_until_started(engine, 2)[2] <= 10 + SLACK
     assert engine.tiers.counters.yields == 0 and ("link", 0, 0) not in engine.finished
+    engine.close()
+
+
+def test_a_victims_sequences_start_beside_the_one_that_the_claim_waits_for_anyway() -> None:
+    """Eight requests for two adapters in room for one: those of an adapter run together, not one by one."""
+    engine = make_engine(num_pages=1, num_blocks=400, max_num_seqs=8, enable_prefix_caching=False)
+    bring(engine, "a", "b")
+    requests = [
+        make_request([number] * 40, request_id=number, adapter="ab"[number in (1, 5, 6, 7)], max_tokens=60)
+        for number in range(8)
+    ]
+    for request in requests:
+        engine.scheduler.add(request)
+    steps = engine.run()
+    for request in requests:
+        assert engine.tokens["link", request.request_id, 0] == expected_output(request)
+    assert steps <= 2 * (60 + GRACE_STEPS + SLACK)
+    engine.check_all_free()
+    engine.close()
+
+
+def test_a_claim_is_not_put_off_by_short_requests_that_keep_coming() -> None:
+    engine = make_engine(num_pages=1, num_blocks=400, max_num_seqs=8)
+    bring(engine, "a", "b")
+    engine.scheduler.add(make_request(5, request_id=0, adapter="a", max_tokens=1000))
+    engine.step()
+    engine.scheduler.add(make_request(5, request_id=1, adapter="b", max_tokens=5))
+    for steps in range(LEAST_TURN + GRACE_STEPS + SLACK):
+        engine.scheduler.add(make_request([steps] * 5, request_id=10 + steps, adapter="a", max_tokens=6))
+        engine.step()
+    assert ("link", 1) in engine.started
+    assert ("link", 10) in engine.started, "while there was time, it went on"
     engine.close()
