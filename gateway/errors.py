@@ -1,5 +1,6 @@
-"""Every error of the gateway in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`; on paths of
-Anthropic's API, in that one's.
+"""Every error of the gateway in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+On paths of Anthropic's API it is in that one's.
 """
 
 from __future__ import annotations

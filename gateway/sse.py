@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from typing import Any
 
 import orjson
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, internal_error, unavailable
+from gateway.messages.errors import speaks_messages
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,9 @@ def event(data: object) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-def _failure(error: ApiError) -> bytes:
-    return event(error.body())
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Returns one event with `data` as JSON, whose name is its `type`."""
+    return b"event: %b\n" % data["type"].encode() + event(data)
 
 
 class EventStream(Response):
@@ -40,29 +43,19 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        first: bytes,
-        events: AsyncGenerator[bytes],
-        *,
-        on_disconnect: Callable[[], None],
-        end: bytes = DONE,
-        failure: Callable[[ApiError], bytes] = _failure,
+        self, first: bytes, events: AsyncGenerator[bytes], *, on_disconnect: Callable[[], None]
     ) -> None:
-        """`first` goes out before what `events` yields, and `end` after it; `failure` makes the event of an
-        error, which goes before the end.
-        """
+        """`first` goes out before what `events` yields."""
         self._first = first
         self._events = events
         self._on_disconnect = on_disconnect
-        self._end = end
-        self._failure = failure
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events. Their generator is closed in any case."""
-        last = b""
+        failure: ApiError | None = None
         async with DisconnectWatch(receive, self._on_disconnect), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
@@ -71,12 +64,21 @@ class EventStream(Response):
                     await send(_body(chunk))
             except ApiError as error:
                 logger.info("a stream ended with an error: %s", error.message)
-                last = self._failure(error)
+                failure = error
             except asyncio.CancelledError:
-                last = self._failure(unavailable(STOPPING))
+                failure = unavailable(STOPPING)
             except Exception:
-                last = self._failure(internal_error(scope))
-            await send({"type": "http.response.body", "body": last + self._end, "more_body": False})
+                failure = internal_error(scope)
+            body = _ending(scope, failure)
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _ending(scope: Scope, failure: ApiError | None) -> bytes:
+    """What a stream ends with, as the API has it whose path it is on: Anthropic's needs no mark."""
+    if speaks_messages(scope["path"]):
+        request_id = scope["state"]["request_id"]
+        return b"" if failure is None else named_event(failure.messages_body(request_id))
+    return DONE if failure is None else event(failure.body()) + DONE
 
 
 def _body(chunk: bytes) -> Message:

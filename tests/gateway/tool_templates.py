@@ -74,7 +74,35 @@ SHY = (
     + CHAT_TEMPLATE
 )
 
-TEMPLATES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": CHAT_TEMPLATE, "shy": SHY}
+THINKING = HERMES.replace(
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content }}",
+    "{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.reasoning_content %}"
+    "{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}"
+    "{%- endif %}"
+    "{{- message.content.split('</think>')[-1].lstrip('\\n') }}",
+).replace(
+    "{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}",
+)
+"""As Qwen 3's: thinks, with a variable that says not to."""
+
+ALWAYS_THINKING = CHAT_TEMPLATE.replace(
+    "message['content'] +", "message['content'].split('</think>')[-1] +"
+).replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+"""As DeepSeek R1's: the prompt ends within the thought."""
+
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "plain": CHAT_TEMPLATE,
+    "shy": SHY,
+    "thinking": THINKING,
+    "always": ALWAYS_THINKING,
+}
 """By family; the plain one shows no tools, and the shy one only below a system message."""
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")

@@ -324,7 +324,9 @@ def test_free_text_in_another_form_excludes_calls(client: OpenAI) -> None:
 
 def test_every_template_is_known() -> None:
     found = {name: form_of(source) for name, source in TEMPLATES.items()}
-    assert found == {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "plain": None, "shy": HERMES}
+    without = {"plain": None, "always": None}
+    like_hermes = dict.fromkeys(("hermes", "shy", "thinking"), HERMES)
+    assert found == {"llama": LLAMA, "mistral": MISTRAL} | like_hermes | without
     assert form_of(TEMPLATES["hermes"].replace("<tool_call>", "<tool_call><function=x>")) is None
     assert form_of(TEMPLATES["hermes"].replace("tools", "things")) is None
     assert form_of(None) is None
