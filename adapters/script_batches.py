@@ -4,128 +4,141 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError, RedisError
 
-from adapters.loop_timeout import LoopTimeout
+from adapters.redis_wire import Command, RedisWire
 
-Call = tuple[Sequence[str], Sequence[str | bytes]]
-"""Keys and arguments."""
+
+@dataclass(slots=True)
+class _Call:
+    command: Command
+    answer: asyncio.Future[Any]
+    broke: bool = False  # it was under way when a connection broke
+    unknown: bool = False  # Redis has said once that it does not know the script
+
+    def resolve(self, reply: Any) -> None:
+        """Gives the caller its reply or exception, unless it has gone."""
+        if self.answer.done():
+            return
+        if isinstance(reply, Exception):
+            self.answer.set_exception(reply)
+        else:
+            self.answer.set_result(reply)
 
 
 class ScriptBatches:
     """Runs a script for its callers, in a pipeline with whoever asks while another run is under way.
 
     A round trip costs the event loop far more than it costs Redis, so a burst of requests is answered by two
-    or three of them. Each call runs in Redis after it was made, as if it had gone alone. For one event loop.
+    or three of them. Each call runs in Redis after it was made, as if it had gone alone; one whose connection
+    breaks meanwhile is repeated once, so that it may run twice. For one event loop.
 
-    Keeps a connection of the client's for itself from its first call on, which ends with the client's pool:
-    to take one and give it back each time would cost half as much again as the round trip.
+    Keeps a connection of the client's for itself from its first call on, which ends with the client's pool.
     """
 
     def __init__(self, redis: Redis, script: AsyncScript) -> None:
         self._redis = redis
         self._script = script
         self._connection: AbstractConnection | None = None
-        self._answer_s: float | None = None
-        self._waiting: list[tuple[Sequence[str], Sequence[str | bytes], asyncio.Future[Any]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._wire: RedisWire | None = None
+        self._waiting: list[_Call] = []
+        self._under_way: list[_Call] = []
+        self._task: asyncio.Task[None] | None = None  # what connects, or teaches Redis the script
 
     async def __call__(self, keys: Sequence[str], args: Sequence[str | bytes]) -> Any:
         """The script's reply. Raises what Redis or the connection raises."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((keys, args, answer))
-        if self._task is None:
-            self._task = loop.create_task(self._run(), name="script-batches")
-        return await answer
+        # By its hash: of a script object, redis-py asks for each call whether Redis has it.
+        command = ("EVALSHA", self._script.sha, len(keys), *keys, *args)
+        call = _Call(command, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._send()
+        return await call.answer
 
     def prepare(self) -> None:
         """Begins to connect and to teach Redis the script, so that a first burst of calls waits for neither.
 
         Does not fail where Redis is away.
         """
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(
-                self._run(prepare=True), name="script-batches"
-            )
+        if self._task is None and self._wire is None:
+            self._begin(self._prepare())
 
-    async def _run(self, *, prepare: bool = False) -> None:
+    def _send(self) -> None:
+        """Sends all that waits, unless what is under way has to end first."""
+        if self._under_way or self._task is not None:
+            return
+        if not (batch := [call for call in self._waiting if not call.answer.done()]):
+            return
+        if self._wire is None or not self._wire.open:
+            self._begin(self._connect())
+            return
+        self._waiting, self._under_way = [], batch
+        self._wire.ask([call.command for call in batch])
+
+    def _on_replies(self, replies: Sequence[Any]) -> None:
+        batch, self._under_way = self._under_way, []
+        again = []
+        for call, reply in zip(batch, replies, strict=True):
+            if isinstance(reply, NoScriptError) and not call.unknown:
+                call.unknown = True
+                again.append(call)
+            else:
+                call.resolve(reply)
+        if again:
+            self._waiting = again + self._waiting
+            self._begin(self._teach())
+        else:
+            self._send()
+
+    def _on_failure(self, error: Exception) -> None:
+        batch, self._under_way = self._under_way, []
+        again = []
+        for call in batch:
+            if isinstance(error, RedisConnectionError) and not call.broke:
+                call.broke = True
+                again.append(call)
+            else:
+                call.resolve(error)
+        self._waiting = again + self._waiting
+        self._send()
+
+    # ---- what takes more than one step --------------------------------------------------------------
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._finish(work), name="script-batches")
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does what must be done before the next batch. Where that fails, all that waits for it fails."""
         try:
-            if prepare:
-                with contextlib.suppress(RedisError, OSError):
-                    await (await self._connected()).connect()
-                    await self._redis.script_load(self._script.script)
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                replies = await self._replies([(keys, args) for keys, args, _ in batch])
-                for (_, _, answer), reply in zip(batch, replies, strict=True):
-                    if answer.done():  # its caller has gone
-                        continue
-                    if isinstance(reply, Exception):
-                        answer.set_exception(reply)
-                    else:
-                        answer.set_result(reply)
+            await work
+        except Exception as error:
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                call.resolve(error)
         finally:
             self._task = None
+        self._send()
 
-    async def _replies(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """A reply or an exception for each call: one round trip, or three where Redis has lost the script."""
-        try:
-            replies = await self._send(calls)
-            unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-            if unknown:
-                await self._redis.script_load(self._script.script)
-                again = await self._send([calls[n] for n in unknown])
-                for n, reply in zip(unknown, again, strict=True):
-                    replies[n] = reply
-            return replies
-        except Exception as error:
-            return [error] * len(calls)
-
-    async def _send(self, calls: Sequence[Call]) -> list[Any]:
-        """A reply for each call. Tries a second time where the connection turns out to be broken."""
-        try:
-            return await self._send_once(calls)
-        except RedisConnectionError:
-            return await self._send_once(calls)
-
-    async def _send_once(self, calls: Sequence[Call]) -> list[Any]:
-        connection = await self._connected()
-        try:
-            async with LoopTimeout(self._answer_s):
-                # By its hash: of a script object, redis-py asks for each pipeline whether Redis has it.
-                commands = [("EVALSHA", self._script.sha, len(keys), *keys, *args) for keys, args in calls]
-                await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
-                return [await _reply(connection) for _ in calls]
-        except BaseException as error:
-            # What may still come on it answers nobody's question.
-            await connection.disconnect(nowait=True)
-            if isinstance(error, TimeoutError):
-                raise RedisTimeoutError("Redis did not answer in time.") from error
-            raise
-
-    async def _connected(self) -> AbstractConnection:
-        """The connection, opened if it is not, or if Redis has closed it."""
+    async def _connect(self) -> None:
         if self._connection is None:
             self._connection = await self._redis.connection_pool.get_connection()
-            # One limit for a whole run: the client's own, for each reply, would cost more than the replies.
-            self._answer_s, self._connection.socket_timeout = self._connection.socket_timeout, None
-        elif self._connection.is_connected and await self._connection.can_read():
+        elif self._wire is not None:  # redis-py does not know yet that it broke
             await self._connection.disconnect(nowait=True)
-        return self._connection
+        self._wire = await RedisWire.over(
+            self._connection, on_replies=self._on_replies, on_failure=self._on_failure
+        )
 
+    async def _teach(self) -> None:
+        await self._redis.script_load(self._script.script)
 
-async def _reply(connection: AbstractConnection) -> Any:
-    """The next reply; an error that Redis answers is one, too."""
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error
+    async def _prepare(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._connect()
+            await self._teach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.accounts.windows import (
     CONCURRENT,
@@ -29,8 +29,7 @@ _CONCURRENT_RETRY_MS = 1000
 """Nobody knows when a request ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """One limit that a request meets. `subject` is whose, as windows.py has it; `amount` what it asks for."""
 
     subject: str
@@ -47,8 +46,7 @@ class Limit:
         return f"the {noun} '{name}'"
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What is used of a limit, and in how many ms all of it can be had again (0: it can now)."""
 
     limit: Limit
