@@ -27,3 +27,8 @@ class SchedulerLimits:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
                 f"--max-num-seqs ({self.max_num_seqs}): every running sequence takes a token of each step"
             )
+
+    @property
+    def max_choices(self) -> int:
+        """Most choices of one request: all of them wait, in an idle engine too, before they run together."""
+        return min(self.max_num_seqs, self.max_num_waiting)

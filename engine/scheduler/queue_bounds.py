@@ -55,18 +55,22 @@ class QueueBounds:
     def refused(self, tenant: str, count: int, *, waiting: int, held: int) -> Refused | None:
         """Why ``count`` more sequences of a tenant may not wait; None if they may.
 
+        Where the queue is full and half of it the tenant's own, that is the reason.
+
         Args:
             waiting: sequences that wait now, of all tenants.
             held: of these, the tenant's own.
         """
         free = self._most - waiting - count
-        if free < 0:
+        is_own = 0 < held <= waiting <= 2 * held
+        if free < 0 and not is_own:
             why = f"{waiting} sequences are waiting already; try again later"
             return self._refuse(Refusal.QUEUE_FULL, why, self._seconds_until(-free))
         if held > free:
             why = f"{held} sequences of yours are waiting already; try again later"
             # Each that leaves is one fewer held, and one more free.
-            seconds = self._seconds_until(math.ceil((held - free) / 2), tenant)
+            departures = max(-free, math.ceil((held - free) / 2))
+            seconds = self._seconds_until(departures, tenant)
             return self._refuse(Refusal.TENANT_QUEUE_FULL, why, seconds)
         return None
 

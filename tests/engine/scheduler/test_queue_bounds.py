@@ -6,6 +6,7 @@ import pytest
 from builders import Engine, make_engine, make_request
 
 from engine.outputs import Finished
+from engine.scheduler import SchedulerLimits
 from engine.scheduler.queue_bounds import MOST_RETRY_SECONDS, QueueBounds
 from engine.sequence import Refusal
 
@@ -23,7 +24,19 @@ def test_a_tenant_may_hold_as_many_places_as_it_leaves_free() -> None:
     assert refusal(bounds, "a", 3, waiting=4, held=4) is Refusal.TENANT_QUEUE_FULL
     assert refusal(bounds, "b", 1, waiting=9, held=0) is None
     assert refusal(bounds, "b", 1, waiting=10, held=0) is Refusal.QUEUE_FULL
-    assert bounds.figures() == {"refused_queue": 1, "refused_tenant_queue": 2}
+    assert refusal(bounds, "a", 6, waiting=5, held=5) is Refusal.TENANT_QUEUE_FULL, "its own flood"
+    assert refusal(bounds, "a", 6, waiting=5, held=2) is Refusal.QUEUE_FULL, "mostly others'"
+    assert bounds.figures() == {"refused_queue": 2, "refused_tenant_queue": 3}
+
+
+def test_an_idle_engine_takes_as_many_choices_as_it_says() -> None:
+    engine = make_engine(max_num_seqs=8, max_num_waiting=4)
+    assert SchedulerLimits(max_num_seqs=8, max_num_waiting=4).max_choices == 4
+    assert SchedulerLimits(max_num_seqs=8, max_num_waiting=40).max_choices == 8
+    engine.scheduler.add(make_request(10, n=4, max_tokens=2))
+    engine.run()
+    assert [reason for reason, _ in engine.finished.values()] == ["LENGTH"] * 4
+    engine.close()
 
 
 def test_when_to_come_back_follows_from_the_rate_of_starts() -> None:
@@ -75,8 +88,8 @@ def test_a_request_of_several_choices_is_refused_as_a_whole() -> None:
     engine.scheduler.add(make_request(10, request_id=1, n=3))
     engine.scheduler.add(make_request(10, request_id=2, n=2))
     assert [(end.choice, end.refusal) for end in ends(engine)] == [
-        (0, Refusal.QUEUE_FULL),
-        (1, Refusal.QUEUE_FULL),
+        (0, Refusal.TENANT_QUEUE_FULL),
+        (1, Refusal.TENANT_QUEUE_FULL),
     ]
     engine.run()
     engine.close()
