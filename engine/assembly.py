@@ -106,7 +106,7 @@ def assemble(settings: EngineSettings) -> Core:
     pages = RankPages(memory.num_rank_pages, ends_bytes=memory.ends_bytes, in_host=tiers.has)
     gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter)
     pool = BlockPool(memory.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
-    model_info = _model_info(settings, model, memory)
+    model_info = _model_info(settings, model, memory, limits.max_choices)
     return Core(
         loop=EngineLoop(
             Scheduler(limits, pool, gate), runner, gate, news, overlap=model.device.type == "cuda"
@@ -166,7 +166,9 @@ def _plan_memory(settings: EngineSettings, model: LoadedModel, limits: Scheduler
     )
 
 
-def _model_info(settings: EngineSettings, model: LoadedModel, memory: MemoryPlan) -> pb.ModelInfo:
+def _model_info(
+    settings: EngineSettings, model: LoadedModel, memory: MemoryPlan, max_choices: int
+) -> pb.ModelInfo:
     config = model.config
     return pb.ModelInfo(
         name=settings.model_name,
@@ -185,9 +187,11 @@ def _model_info(settings: EngineSettings, model: LoadedModel, memory: MemoryPlan
         num_blocks=memory.num_blocks,
         num_rank_pages=memory.num_rank_pages,
         max_lora_rank=settings.max_lora_rank,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=max_choices,
         engine_version=_version(),
         tied_embeddings=config.tie_word_embeddings,
+        pooling=f"POOLING_{model.pooling.name}",
+        hidden_size=config.hidden_size,
     )
 
 

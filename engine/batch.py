@@ -11,6 +11,7 @@ import torch
 from engine.drawn_tokens import DrawnTokens, fill_unseen
 from engine.model.adapter_weights import pages_of_rank
 from engine.model.llama import ForwardBatch
+from engine.pooling import pooled_tokens
 from engine.step import StepAdapter, StepRow
 from engine.transfer import pack_to_device
 from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan, RowVectors
@@ -112,14 +113,21 @@ def lay_out(rows: Sequence[StepRow], page_widths: Sequence[int] = ()) -> StepLay
 
 
 def _output_rows(rows: Sequence[StepRow], starts: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    """The tokens after which something is drawn, in order, and then those after which a prompt is scored."""
+    """The tokens after which something is drawn, in order; then those after which a prompt is scored; then
+    those that are pooled.
+    """
     drawn = starts[1:][sampled] - 1
     scored = [
         np.arange(start + row.scoring.first, start + row.scoring.first + len(row.scoring.tokens))
         for row, start in zip(rows, starts[:-1], strict=True)
         if row.scoring is not None
     ]
-    return np.concatenate([drawn, *scored]) if scored else drawn
+    pooled = [
+        start + np.array(pooled_tokens(row), np.int64)
+        for row, start in zip(rows, starts[:-1], strict=True)
+        if row.pooling is not None
+    ]
+    return np.concatenate([drawn, *scored, *pooled]) if scored or pooled else drawn
 
 
 def _group_by_adapter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from engine.pooling import PendingVectors
 from engine.prompt_logprobs import PendingScores
 from engine.sampler import PendingDraw
 from engine.step import StepResult
@@ -16,14 +17,19 @@ class LaunchedStep:
     Args:
         launch_draw: launches the draw; None where no row draws.
         scores: None where no row has a scoring.
+        vectors: None where no row has a pooling.
     """
 
     def __init__(
-        self, launch_draw: Callable[[], PendingDraw] | None, scores: PendingScores | None = None
+        self,
+        launch_draw: Callable[[], PendingDraw] | None,
+        scores: PendingScores | None = None,
+        vectors: PendingVectors | None = None,
     ) -> None:
         self._launch_draw = launch_draw
         self._drawing: PendingDraw | None = None
         self._scores = scores
+        self._vectors = vectors
 
     def draw(self) -> None:
         """Launches the draw, unless it has been.
@@ -38,4 +44,6 @@ class LaunchedStep:
         """What each row drew, once the device has: the only call that waits for it."""
         self.draw()
         result = StepResult() if self._drawing is None else self._drawing.result()
-        return result if self._scores is None else replace(result, prompt_logprobs=self._scores.result())
+        if self._scores is not None:
+            result = replace(result, prompt_logprobs=self._scores.result())
+        return result if self._vectors is None else replace(result, vectors=self._vectors.result())

@@ -92,7 +92,7 @@ def split(news: LinkOutput) -> list[LinkOutput]:
     ]
     keys = zip(news.request_ids, news.choices, strict=True)
     last_part = {key: index // width for index, key in enumerate(keys)}
-    parts[0].started, parts[0].prompts = news.started, prompts
+    parts[0].started, parts[0].prompts, parts[0].vectors = news.started, prompts, news.vectors
     for finished in news.finished:
         where = last_part.get((finished.request_id, finished.choice), len(parts) - 1)
         parts[where].finished.append(finished)
@@ -116,6 +116,8 @@ def to_message(news: LinkOutput) -> pb.LinkResponse:
         message.prompt_logprobs.add(
             request_id=prompt.request_id, start=prompt.start, tokens=_logprobs(prompt.tokens)
         )
+    for vector in news.vectors:
+        message.embeddings.add(request_id=vector.request_id, values=vector.values)
     for started in news.started:
         message.started.add(
             request_id=started.request_id, cached_tokens=started.cached_tokens, queue_us=started.queue_us

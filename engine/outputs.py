@@ -35,6 +35,14 @@ class PromptLogprobs:
     tokens: tuple[TokenLogprobs, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Of a prompt: float32, little-endian."""
+
+    request_id: int
+    values: bytes
+
+
 @dataclass(slots=True)
 class LinkOutput:
     """News for one link. The first four lists have one entry for each new token, in order."""
@@ -46,6 +54,7 @@ class LinkOutput:
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    vectors: list[Vector] = field(default_factory=list)
 
     def merge(self, later: LinkOutput) -> None:
         """Appends the news of a later step; the receiver may not notice that they were two."""
@@ -56,6 +65,7 @@ class LinkOutput:
         self.started += later.started
         self.finished += later.finished
         self.prompts += later.prompts
+        self.vectors += later.vectors
 
 
 class Outputs:
@@ -73,6 +83,9 @@ class Outputs:
 
     def prompt_logprobs(self, request: Request, start: int, tokens: tuple[TokenLogprobs, ...]) -> None:
         self._of(request.link).prompts.append(PromptLogprobs(request.request_id, start, tokens))
+
+    def vector(self, request: Request, values: bytes) -> None:
+        self._of(request.link).vectors.append(Vector(request.request_id, values))
 
     def started(self, request: Request, *, cached_tokens: int, queue_us: int) -> None:
         self._of(request.link).started.append(Started(request.request_id, cached_tokens, queue_us))

@@ -19,6 +19,7 @@ from engine.model.adapter_weights import HostAdapter, pages_of_rank
 from engine.model.llama import ForwardBatch
 from engine.model.loading import LoadedModel
 from engine.model.lora_pool import RankPagePool
+from engine.pooling import PendingVectors, pooled_tokens
 from engine.prompt_logprobs import PendingScores
 from engine.sampler import PendingDraw, Sampler
 from engine.step import UNSEEN, SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
@@ -127,18 +128,20 @@ class Runner:
         self._cache.copy_blocks(plan.block_copies)
         ends = self._ends.of(plan.rows)
         scored = [row for row in plan.rows if row.scoring is not None]
-        graphs = None if scored else self._graphs
+        pooled = [row for row in plan.rows if row.pooling is not None]
+        graphs = None if scored or pooled else self._graphs
         hidden = None if graphs is None else graphs.run(plan.rows, drawn)
         if hidden is None:
             hidden = self._forward(self._build_batch(plan.rows, ends, drawn))
         sampling = [row for row in plan.rows if row.sampling is not None]
         scores = self._score_prompts(scored, hidden, ends, len(sampling)) if scored else None
+        vectors = self._pool_prompts(pooled, hidden) if pooled else None
         if not sampling:
-            return LaunchedStep(None, scores)
-        if scored:
+            return LaunchedStep(None, scores, vectors)
+        if scored or pooled:
             hidden, ends = hidden[: len(sampling)], ends and ends.part(0, len(sampling))
         logits = self._network.logits(hidden, ends)
-        step = LaunchedStep(partial(self._draw, logits, sampling, drawn), scores)
+        step = LaunchedStep(partial(self._draw, logits, sampling, drawn), scores, vectors)
         if not any(row.constraint is not None and row.tokens[0] == UNSEEN for row in sampling):
             step.draw()
         return step
@@ -159,6 +162,11 @@ class Runner:
 
         width = max(self._network.config.vocab_size, ends.vocab_size if ends else 0)
         return PendingScores(rows, logits_of, width, self._score_readback)
+
+    def _pool_prompts(self, rows: Sequence[StepRow], hidden: torch.Tensor) -> PendingVectors:
+        """Launch the vectors of prompts. ``hidden`` of their tokens comes last."""
+        count = sum(len(pooled_tokens(row)) for row in rows)
+        return PendingVectors(rows, hidden[len(hidden) - count :], self._score_readback)
 
     @torch.inference_mode()
     def write_adapter(self, pages: Sequence[int], adapter: HostAdapter) -> Callable[[], bool]:

@@ -7,10 +7,14 @@ import logging
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.block_pool import BLOCK_SIZE, activation_hash, block_hashes
 from engine.constraints import Constraint, Grammar
-from engine.step import SamplingParams, StepAdapter
+from engine.step import Pooling, SamplingParams, StepAdapter
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class Request:
         grammar: what each choice's output must fit; None: anything.
         prompt_logprobs: alternatives for each token of the prompt, if its tokens' logprobs are wanted.
         prompt_only: only the prompt is wanted: what is drawn after it is told nobody.
+        pooling: set: the vector of the prompt is wanted, and nothing else (``prompt_only``).
         background: runs in what requests that are not leave over, whoever sends those.
         arrival, deadline: seconds on the scheduler's clock.
     """
@@ -91,6 +96,7 @@ class Request:
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     prompt_only: bool = False
+    pooling: Pooling | None = None
     background: bool = False
     arrival: float = 0.0
     deadline: float | None = None
@@ -133,6 +139,7 @@ class Sequence:
         num_charged: of these, how many the tenant has paid for, or got from the cache.
         num_scored: of the prompt's tokens, those whose logprobs have been told; the first has none.
         siblings: attached sequences that start from this one's prompt.
+        vector: of the prompt, as far as it is computed: a sum, where its pooling is the mean.
         constraint: where its output stands in the request's grammar; None without one.
         order: place among the waiting of a tenant; lower is sooner.
     """
@@ -158,6 +165,7 @@ class Sequence:
         "siblings",
         "status",
         "tokens",
+        "vector",
     )
 
     def __init__(self, request: Request, choice: int, seq_id: int) -> None:
@@ -179,6 +187,7 @@ class Sequence:
         self.adapter: StepAdapter | None = None
         grammar = request.grammar
         self.constraint: Constraint | None = grammar.start(request.output) if grammar is not None else None
+        self.vector: np.ndarray | None = None
         self.siblings: list[Sequence] = []
         self.order: tuple[int, int, int] = (1, request.priority, seq_id)
         self.status = Status.WAITING

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from engine.constraints import Constraint
 
 UNSEEN = -1
@@ -68,6 +71,13 @@ class PromptScoring:
     """Alternatives for each."""
 
 
+class Pooling(IntEnum):
+    """Of which tokens of a prompt the final hidden states make its vector; the numbers are the wire's."""
+
+    LAST = 1
+    MEAN = 2
+
+
 @dataclass(slots=True)
 class StepRow:
     """One sequence's part of a step: ``len(tokens)`` tokens from position ``start`` on.
@@ -96,6 +106,8 @@ class StepRow:
     """What alone may be sampled now. While the row's token is unseen, its state lacks that token: it is to be
     asked once the host has read it."""
     scoring: PromptScoring | None = None
+    pooling: Pooling | None = None
+    """Set: the row is of a prompt whose vector is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +143,5 @@ class StepResult:
     """One for each row with ``sampling``, in batch order."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By ``seq_id``, of the tokens that the row's ``scoring`` names."""
+    vectors: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """By ``seq_id``, the sum of the final hidden states that the row's ``pooling`` is of; float32 [H]."""

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from engine.block_pool import root_hash
 from engine.constraints import Grammar
 from engine.sequence import Request
-from engine.step import SamplingParams
+from engine.step import Pooling, SamplingParams
 from protos import engine_pb2 as pb
 
 DIGEST_BYTES = 32
@@ -36,7 +36,7 @@ def parse_submit(
     vocab_size = _check_tokens(message, prompt, output, model)
     _check_service(message, model)
     room = model.max_model_len - len(prompt)
-    limit = 1 if message.prompt_only else min(message.max_tokens or room, room)
+    limit = 1 if message.prompt_only or message.pooling else min(message.max_tokens or room, room)
     stop = set(message.stop_token_ids)
     if not message.ignore_eos:
         stop.update(model.eos_token_ids)
@@ -56,7 +56,8 @@ def parse_submit(
         vocab_size=vocab_size,
         grammar=grammar,
         prompt_logprobs=_count_of_top(message, "prompt_logprobs", model),
-        prompt_only=message.prompt_only,
+        prompt_only=message.prompt_only or bool(message.pooling),
+        pooling=Pooling(message.pooling) if message.pooling else None,
         block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
         tenant=message.tenant,
         weight=message.weight or 1.0,
@@ -107,6 +108,8 @@ def _check_tokens(
 def _check_service(message: pb.Submit, model: pb.ModelInfo) -> None:
     count = len(message.seeds)
     _require(0 < count <= model.max_num_seqs, f"{count} choices: this engine takes 1 to {model.max_num_seqs}")
+    _require(not message.pooling or count == 1, "a prompt has one vector: the request must have one choice")
+    _require(not message.pooling or message.pooling in list(Pooling), f"unknown pooling {message.pooling}")
     size = len(message.adapter_digest)
     _require(size in (0, DIGEST_BYTES), f"adapter_digest has {size} bytes instead of {DIGEST_BYTES}")
     _require(

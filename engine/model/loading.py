@@ -19,7 +19,9 @@ from adapters.chat_templates import stated_template
 from engine.model.config import ModelConfig, parse_hf_config
 from engine.model.errors import ModelNotAvailable, UnsupportedModel
 from engine.model.llama import LlamaModel
+from engine.model.pooling_config import read_pooling
 from engine.model.weights import SafetensorsFolder
+from engine.step import Pooling
 
 __all__ = ["LoadedModel", "ModelNotAvailable", "UnsupportedModel", "load_model", "resolve_dtype"]
 
@@ -39,6 +41,7 @@ class LoadedModel:
         digest: SHA-256 over the files of its config and weights; 32 bytes.
         tokenizer_files: ``tokenizer.json``, ``tokenizer_config.json`` and, if the model has one,
             ``chat_template.jinja``. Empty for a folder without a ``tokenizer.json``.
+        pooling: how its embeddings are made.
     """
 
     config: ModelConfig
@@ -47,6 +50,7 @@ class LoadedModel:
     tokenizer_files: dict[str, bytes]
     dtype: torch.dtype
     device: torch.device
+    pooling: Pooling = Pooling.LAST
 
 
 def load_model(source: str, *, dtype: str, device: str, max_model_len: int | None) -> LoadedModel:
@@ -148,7 +152,8 @@ def _load_folder(
     with ThreadPoolExecutor(1) as background:
         digest = background.submit(_digest, [folder / "config.json", *source.files])
         network = LlamaModel(config, source, dtype, device)
-        return LoadedModel(config, network, digest.result(), _folder_tokenizer(folder), dtype, device)
+        tokenizer, pooling = _folder_tokenizer(folder), read_pooling(folder)
+        return LoadedModel(config, network, digest.result(), tokenizer, dtype, device, pooling)
 
 
 @contextmanager

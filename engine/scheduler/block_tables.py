@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.block_pool import BLOCK_SIZE, BlockPool, block_hashes
 from engine.sequence import Sequence
+from engine.step import Pooling
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -49,10 +50,12 @@ class BlockTables:
         return self._lacking(seq, self._hits(seq), num_running)
 
     def _hits(self, seq: Sequence) -> list[int]:
-        """The blocks that need not be computed; logprobs of a prompt follow from computing it."""
+        """The blocks that need not be computed. Logprobs and mean of a prompt follow from computing it."""
         most = len(seq.tokens) - 1
         if seq.request.prompt_logprobs is not None and seq.num_scored < seq.num_prompt:
             most = seq.num_scored - 1
+        if seq.request.pooling is Pooling.MEAN:
+            most = 0
         return self._pool.lookup(seq.block_hashes[: most // BLOCK_SIZE])
 
     def _lacking(self, seq: Sequence, hits: list[int], num_running: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from engine.block_pool import BLOCK_SIZE
 from engine.outputs import Outputs
 from engine.scheduler.adapter_gate import AdapterGate
@@ -14,8 +16,9 @@ from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.roster import Roster
 from engine.scheduler.waiting import WaitingQueue
 from engine.sequence import FinishReason, Request, Sequence, Status
-from engine.step import RowResult, TokenLogprobs
+from engine.step import Pooling, RowResult, TokenLogprobs
 
+VECTOR_NOT_FINITE = "the model's output for this prompt is not finite"
 BACK_SECONDS = 10.0
 """For how long a tenant that has gone is reckoned among those who are here."""
 
@@ -122,12 +125,20 @@ class Lives:
             self.outputs.prompt_logprobs(seq.request, seq.num_scored, new)
             seq.num_scored += len(new)
 
+    def take_vector(self, seq: Sequence, start: int, part: np.ndarray) -> None:
+        """Adds what the prompt's tokens from ``start`` on say to its vector; from 0 on, that begins anew."""
+        is_sum = seq.request.pooling is Pooling.MEAN and start > 0
+        seq.vector = seq.vector + part if is_sum and seq.vector is not None else part
+
     def take_token(self, seq: Sequence, outcome: RowResult) -> None:
         """Appends a token to a sequence, and ends it if that was the last."""
         assert outcome.seq_id == seq.seq_id, "results are not in the plan's order"
         if seq.siblings and seq.status is Status.RUNNING:
             self._fork_siblings(seq)
         request, token = seq.request, outcome.token
+        if request.pooling is not None:
+            self._tell_vector(seq)
+            return
         if request.prompt_only:
             self.end(seq, FinishReason.LENGTH)
             return
@@ -140,6 +151,17 @@ class Lives:
             self.end(seq, FinishReason.STOP)
         elif len(seq.tokens) >= request.max_len:
             self.end(seq, FinishReason.LENGTH)
+
+    def _tell_vector(self, seq: Sequence) -> None:
+        """Ends a sequence whose vector is complete."""
+        assert seq.vector is not None, "it comes no later than the draw after its last token"
+        is_mean = seq.request.pooling is Pooling.MEAN
+        vector = seq.vector / len(seq.request.prompt) if is_mean else seq.vector
+        if not np.isfinite(vector).all():
+            self.end_spoiled(seq, VECTOR_NOT_FINITE)
+            return
+        self.outputs.vector(seq.request, vector.astype("<f4").tobytes())
+        self.end(seq, FinishReason.STOP)
 
     def _fork_siblings(self, leader: Sequence) -> None:
         """Lets the further choices run from the prompt that the leader has computed."""

@@ -27,6 +27,7 @@ def make_row(seq: Sequence, count: int) -> StepRow:
             seq.adapter,
             request.adapter_start,
             scoring=scoring,
+            pooling=request.pooling,
         )
     params = seq.params
     penalized = params.has_penalties
@@ -43,6 +44,7 @@ def make_row(seq: Sequence, count: int) -> StepRow:
         request.banned_before_min if seq.num_output + seq.num_unseen < request.min_tokens else (),
         seq.constraint,
         scoring,
+        request.pooling,
     )
 
 

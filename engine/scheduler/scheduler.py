@@ -136,7 +136,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. It has been validated; its key is not in use; it fits into the pool alone."""
         assert request.max_len <= self._pool.num_blocks * BLOCK_SIZE, "the request could never finish"
-        assert len(request.sampling) <= self._limits.max_num_seqs, "the request could never start"
+        assert len(request.sampling) <= self._limits.max_choices, "the request could never start"
         held = self._roster.num_of_tenant(request.tenant) - self._counters.num_running(request.tenant)
         count = len(request.sampling)
         if refused := self._bounds.refused(request.tenant, count, waiting=self.num_waiting, held=held):
@@ -195,6 +195,8 @@ class Scheduler:
             if row.scoring is not None:
                 start = row.start + row.scoring.first + 1
                 self._lives.take_prompt_logprobs(seq, start, result.prompt_logprobs[row.seq_id])
+            if row.seq_id in result.vectors:
+                self._lives.take_vector(seq, row.start, result.vectors[row.seq_id])
             if seq.status is Status.RUNNING:
                 num_tokens = row.start + len(row.tokens)
                 if num_tokens // BLOCK_SIZE > seq.num_published:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool, root_hash
 from engine.launched_step import LaunchedStep
@@ -20,7 +22,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
-from engine.step import SamplingParams, StepPlan
+from engine.step import Pooling, SamplingParams, StepPlan
 from tests.oracles import Answer
 
 LOAD_TIMEOUT_S = 30.0
@@ -36,6 +38,8 @@ class Ask:
     max_tokens: int
     adapter_start: int = 0
     """The first position that the adapter applies to."""
+    pooling: Pooling | None = None
+    """Set: the prompt's vector is asked for, and no token."""
 
 
 class EngineDriver:
@@ -79,18 +83,22 @@ class EngineDriver:
         )
         self.scheduler = Scheduler(limits, BlockPool(num_blocks), gate)
         self.num_cached_tokens = 0
+        self.vectors: dict[int, np.ndarray] = {}
+        """Of the last run, by the place of their asks."""
 
     def run(self, asks: Sequence[Ask]) -> list[Answer]:
         """All answers, in order. Raises AssertionError if one ends in an error."""
         for i, ask in enumerate(asks):
             self.scheduler.add(self._request(i, ask))
         tokens: list[list[int]] = [[] for _ in asks]
-        num_finished = 0
+        num_finished, self.vectors = 0, {}
         while num_finished < len(asks):
             self._step()
             for output in self.scheduler.take_outputs().values():
                 for request_id, token in zip(output.request_ids, output.tokens, strict=True):
                     tokens[request_id].append(token)
+                for vector in output.vectors:
+                    self.vectors[vector.request_id] = np.frombuffer(vector.values, "<f4")
                 self.num_cached_tokens += sum(started.cached_tokens for started in output.started)
                 assert not any(finished.error for finished in output.finished), output.finished
                 num_finished += len(output.finished)
@@ -128,6 +136,8 @@ class EngineDriver:
             block_root=root_hash(self._model.digest, dtype, b"" if ask.adapter_start else digest, b"scope"),
             adapter_digest=digest,
             adapter_start=ask.adapter_start,
+            pooling=ask.pooling,
+            prompt_only=ask.pooling is not None,
             tenant=ask.adapter or "base",
             arrival=time.monotonic(),
         )
