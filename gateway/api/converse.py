@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastapi import Request, Response
 
@@ -41,13 +42,18 @@ async def converse(
     model: ResolvedModel,
     tokenizer: ModelTokenizer,
     route: str,
+    whole_arguments: bool = False,
 ) -> Response:
     """Continues a conversation by one message, in the form that `form_of` makes of how its tools are read.
+    `whole_arguments`: see ToolUse.
 
     Raises ApiError 400 for what the model's template or an engine cannot do, and as `generate`.
     """
     services: Services = request.app.state.services
-    plan = await plan_tools(body.tool_use, body, tokenizer)
+    use = body.tool_use
+    if use is not None and whole_arguments:
+        use = replace(use, whole_arguments=True)
+    plan = await plan_tools(use, body, tokenizer)
     prompt = await chat_prompt(body, tokenizer, model, services.templates)
     reasoning = reasoning_of(tokenizer, prompt, body.continued_text)
     submits = build_submits(

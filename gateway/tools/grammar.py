@@ -24,10 +24,12 @@ def call_grammar(
     """Returns the grammar in Lark; "" when answers are free.
 
     They are held where a call is required, where a function that may be called is strict, where only one call
-    may come, and where `content`, a schema, says what an answer without calls must fit.
+    may come or arguments must be whole, and where `content`, a schema, says what an answer without calls must
+    fit.
     """
     functions = use.callable
-    held = content is not None or not use.parallel or any(each.strict for each in functions)
+    held = content is not None or not use.parallel or use.whole_arguments
+    held = held or any(each.strict for each in functions)
     if not functions or not (held or use.calls is Calls.REQUIRED):
         return ""
     marker = _marker(form.marker, tokenizer) + ("?" if form.bare else "")

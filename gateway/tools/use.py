@@ -44,6 +44,8 @@ class ToolUse:
     """With REQUIRED: the one function to be called, once."""
     parallel: bool = True
     """Whether an answer may have several calls."""
+    whole_arguments: bool = False
+    """Whether arguments must be objects of JSON, also where they are held to nothing else."""
 
     @property
     def callable(self) -> Sequence[Function]:
