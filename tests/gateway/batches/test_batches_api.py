@@ -170,6 +170,14 @@ def test_chats_run_in_batches_too(client: OpenAI) -> None:
     assert answer["response"]["body"]["object"] == "chat.completion" and answer["error"] is None
 
 
+def test_vectors_are_made_in_batches_too(stack: LocalStack, client: OpenAI) -> None:
+    ended = wait_for(client, begin(client, [line("a", "/v1/embeddings", input="a")], "/v1/embeddings").id)
+    (answer,) = results(client, ended.output_file_id).values()
+    own = client.embeddings.create(model=MODEL, input="a").data[0].embedding
+    assert answer["response"]["body"]["data"][0]["embedding"] == pytest.approx(own)
+    assert [each.background for each in stack.engines[0].submits[-2:]] == [True, False]
+
+
 def test_a_bad_line_ends_the_batch_before_it_begins(client: OpenAI) -> None:
     lines = [
         line("a"),
