@@ -2,6 +2,9 @@
 
     loraplex:audit      STREAM  action, tenant, object, key, by, address, before, after (JSON objects)
 
+It holds a million entries, some 400 MB; then the oldest go. How many one tenant makes is bounded by the day
+(`gateway.accounts.calls`), so it takes the most eager one weeks to push others' out.
+
 An entry's time is that of its stream id, on Redis' clock. A change of a tenant or a key and its entry are one
 script (`gateway/tenants.py` and `gateway/keys.py` run `APPEND` in theirs); a change of an adapter is noted by
 `gateway/api/audited.py`. No entry ever holds a key, or a digest of one.
@@ -24,8 +27,12 @@ from gateway import tasks
 
 AUDIT_STREAM = "loraplex:audit"
 
-APPEND = """
-local function append_audit(stream, entry) redis.call('XADD', stream, '*', unpack(cjson.decode(entry))) end
+MOST_ENTRIES = 1_000_000
+
+APPEND = f"""
+local function append_audit(stream, entry)
+    redis.call('XADD', stream, 'MAXLEN', '~', {MOST_ENTRIES}, '*', unpack(cjson.decode(entry)))
+end
 """
 """Lua for scripts that make a change: `entry` is what `Change.to_entry` returns."""
 
@@ -128,7 +135,8 @@ class Audit:
     async def append(self, change: Change, actor: Actor) -> None:
         """Appends one entry."""
         flat = json.loads(change.to_entry(actor))
-        await self._redis.xadd(AUDIT_STREAM, dict(zip(flat[::2], flat[1::2], strict=True)))
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        await self._redis.xadd(AUDIT_STREAM, fields, maxlen=MOST_ENTRIES, approximate=True)
 
     async def page(self, query: AuditQuery) -> AuditPage:
         """Returns the next entries of a query.

@@ -36,7 +36,7 @@ async def read_json(request: Request, kind: type[Body]) -> Body:
     """Returns the request's body as a `kind`.
 
     FastAPI would read and parse a body before it asks who sent it: a handler that takes large ones calls this
-    instead, with its caller known. Raises ApiError 400 for what is no JSON, or no `kind`, with the field as
+    instead, with its caller known. Notes the body's size as `request.state.body_bytes`. Raises ApiError 400 for what is no JSON, or no `kind`, with the field as
     `param`, and 415 for a content encoding; HTTPException 413 for more than MAX_BODY_BYTES, and 408 for what
     has not come after MAX_BODY_S.
     """
@@ -51,6 +51,7 @@ async def read_json(request: Request, kind: type[Body]) -> Body:
         raise invalid_request("The body broke off.") from None
     except TimeoutError:
         raise _too_slow() from None
+    request.state.body_bytes = len(raw)
     if len(raw) > _LARGE_BYTES:
         return await asyncio.to_thread(_parse, raw, kind)
     return _parse(raw, kind)

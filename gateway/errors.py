@@ -40,6 +40,13 @@ _TYPE_OF_STATUS = {
     415: "invalid_request_error",
     429: "rate_limit_error",
 }
+QUOTAS = {
+    "adapter_quota_exceeded": "adapters",
+    "adapter_bytes_quota_exceeded": "adapter_bytes",
+    "pin_quota_exceeded": "max_pinned_adapters",
+    "file_bytes_quota_exceeded": "file_bytes",
+}
+"""The limit of a tenant that each code of a 409 stands for."""
 _LONGEST_PARAM = 256
 # What pydantic inserts into a location for the member of a union that it tried.
 _UNION_MEMBER = re.compile(r"(?:str|int|float|bool|none|constrained-\w+|list|dict)(?:\[.*\])?")
@@ -192,9 +199,16 @@ def internal_error(scope: Scope) -> ApiError:
     return ApiError(500, _INTERNAL_MESSAGE, type="server_error", code="internal_error")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    _count_quota(request, error.code)
     return error_response(error)
+
+
+def _count_quota(request: Request, code: str | None) -> None:
+    """Counts what a tenant's quota has refused among the rejections by limits."""
+    if code in QUOTAS:
+        request.app.state.services.metrics.rejected(request.state.caller.tenant_id, "", QUOTAS[code])
 
 
 async def _on_redis_away(_: Request, error: Exception) -> Response:
@@ -210,8 +224,9 @@ async def _on_adapter_not_found(_: Request, error: Exception) -> Response:
     return error_response(found)
 
 
-async def _on_adapter_conflict(_: Request, error: Exception) -> Response:
+async def _on_adapter_conflict(request: Request, error: Exception) -> Response:
     assert isinstance(error, AdapterConflict)
+    _count_quota(request, error.code)
     return error_response(
         ApiError(409, error.message, type="invalid_request_error", code=error.code, param="name")
     )

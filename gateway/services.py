@@ -15,6 +15,7 @@ from adapters.file_store import FileStore, open_files
 from adapters.leases import EngineLeases
 from adapters.registry import Registry
 from gateway.accounts.admission import Admissions
+from gateway.accounts.calls import CallLimits
 from gateway.accounts.ledger import Ledger, open_ledger
 from gateway.audit import Audit, trimming
 from gateway.auth import Authenticator
@@ -62,6 +63,7 @@ class Services:
     models: ModelResolver
     metrics: Metrics
     admissions: Admissions
+    calls: CallLimits
     ledger: Ledger
     usage: UsageReader
     prices: PriceList | None
@@ -129,6 +131,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             models=ModelResolver(registry, engines),
             metrics=metrics,
             admissions=admissions,
+            calls=CallLimits(redis, metrics.rejected),
             ledger=ledger,
             usage=UsageReader(redis),
             prices=load_prices(settings.prices) if settings.prices else None,

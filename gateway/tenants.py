@@ -1,6 +1,7 @@
 """Tenants in Redis: the sole writer of these keys.
 
     loraplex:tenants            set of tenant ids
+    loraplex:tenants:retired    set of the ids of those that were deleted, which are not given again
     loraplex:tenant:<id>        hash: name, weight, prefix_sharing, created, suspended, max_pinned_adapters,
                                 and as JSON limits, adapter_limits (by adapter name), base_models ('' for all)
     loraplex:auth               channel: `tenant:<id>` and `key:<id>`, published with each change
@@ -39,6 +40,7 @@ from gateway.limits import (
 
 AUTH_CHANNEL = "loraplex:auth"
 _INDEX = "loraplex:tenants"
+_RETIRED = "loraplex:tenants:retired"
 _LONGEST_ID = 63
 
 DEFAULT_PINS = 2
@@ -46,6 +48,7 @@ MOST_ADAPTER_LIMITS = 1000
 
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+if redis.call('SISMEMBER', KEYS[4], ARGV[1]) == 1 then return -1 end
 redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 redis.call('SADD', KEYS[2], ARGV[1])
 append_audit(KEYS[3], ARGV[2])
@@ -66,6 +69,7 @@ _DELETE = """
 redis.call('SREM', KEYS[2], ARGV[1])
 redis.call('PUBLISH', ARGV[2], 'tenant:' .. ARGV[1])
 if redis.call('DEL', KEYS[1]) == 0 then return 0 end
+redis.call('SADD', KEYS[4], ARGV[1])
 append_audit(KEYS[3], ARGV[3])
 return 1
 """
@@ -119,6 +123,10 @@ class TenantExists(Exception):
     """A tenant of this id is there already."""
 
 
+class TenantRetired(Exception):
+    """A tenant of this id was there. Its ledger and audit stay, and are nobody else's to see."""
+
+
 def tenant_key(tenant_id: str) -> str:
     """The Redis key of a tenant's document."""
     return f"loraplex:tenant:{tenant_id}"
@@ -149,9 +157,10 @@ class Tenants:
         by: Actor = GATEWAY,
     ) -> Tenant:
         """Adds a tenant. Without an id it gets its name's, `acme-ltd` for 'Acme Ltd', or one that is made up
-        when that is empty or taken. Raises TenantExists when the given id is taken.
+        when that is empty, taken or retired. Raises TenantExists when the given id is taken, TenantRetired
+        when it was a deleted tenant's.
         """
-        made_up = f"t-{secrets.token_hex(6)}"
+        created, made_up = 0, f"t-{secrets.token_hex(6)}"
         for candidate in [tenant_id] if tenant_id else [_slug(name) or made_up, made_up]:
             tenant = Tenant(
                 candidate,
@@ -165,10 +174,11 @@ class Tenants:
             )
             fields = [item for pair in _to_document(tenant).items() for item in pair]
             entry = Change("tenant.create", candidate, candidate, {}, describe(tenant)).to_entry(by)
-            redis_keys = [tenant_key(candidate), _INDEX, AUDIT_STREAM]
-            if await self._create(keys=redis_keys, args=[candidate, entry, *fields]):
+            redis_keys = [tenant_key(candidate), _INDEX, AUDIT_STREAM, _RETIRED]
+            created = await self._create(keys=redis_keys, args=[candidate, entry, *fields])
+            if created == 1:
                 return tenant
-        raise TenantExists(tenant_id)
+        raise TenantRetired(tenant_id) if created == -1 else TenantExists(tenant_id)
 
     async def get(self, tenant_id: str) -> Tenant | None:
         """Returns the tenant, or None when there is none of this id."""
@@ -197,6 +207,18 @@ class Tenants:
             if await self._replace(document, before, after, by):
                 return after
 
+    async def move_adapter_limits(
+        self, tenant_id: str, name: str, target: str, *, by: Actor = GATEWAY
+    ) -> None:
+        """Has an adapter's limits hold for another name of it. Where that has some, the lower ones hold."""
+        tenant = await self.get(tenant_id)
+        rates = tenant.adapter_limits.get(name) if tenant is not None else None
+        if tenant is None or rates is None:
+            return
+        there = tenant.adapter_limits.get(target, NO_RATES).that_are_set()
+        lower = {kind: min(most, there.get(kind, most)) for kind, most in rates.that_are_set().items()}
+        await self.update(tenant_id, {"adapter_limits": {name: None, target: {**there, **lower}}}, by=by)
+
     async def _replace(self, document: Mapping[str, str], before: Tenant, after: Tenant, by: Actor) -> bool:
         """Writes what differs. False: somebody else was faster, and has changed the same or deleted it."""
         old, new = _to_document(before), _to_document(after)
@@ -212,12 +234,15 @@ class Tenants:
         )
 
     async def delete(self, tenant_id: str, *, by: Actor = GATEWAY) -> bool:
-        """Removes the tenant's document, and nothing else of it. Returns whether there was one."""
+        """Removes the tenant's document, and nothing else of it; its id is retired.
+
+        Returns whether there was one.
+        """
         tenant = await self.get(tenant_id)
         if tenant is None:
             return False
         entry = Change("tenant.delete", tenant_id, tenant_id, describe(tenant), {}).to_entry(by)
-        redis_keys = [tenant_key(tenant_id), _INDEX, AUDIT_STREAM]
+        redis_keys = [tenant_key(tenant_id), _INDEX, AUDIT_STREAM, _RETIRED]
         return bool(await self._delete(keys=redis_keys, args=[tenant_id, AUTH_CHANNEL, entry]))
 
 

@@ -78,11 +78,6 @@ class LedgerWriter:
         if urgent:
             self._urgent.set()
 
-    async def written(self, timeout_s: float) -> bool:
-        """Waits until all that was recorded before is in Redis. Returns whether it is, in this time."""
-        self._urgent.set()
-        return await _set(self._idle, timeout_s)
-
     def start(self) -> None:
         """Starts the task. Waits for nothing."""
         self._task = asyncio.create_task(self._run(), name="ledger-writer")

@@ -12,7 +12,9 @@ from fastapi import Depends, Request
 from adapters import lifecycle
 from adapters.identity import InvalidName, check_name
 from adapters.registry import AdapterNotFound
+from gateway.accounts.moves import move_use_of_adapter
 from gateway.adapter_objects import event_object, name_object, own_name
+from gateway.api.admin_access import actor_of
 from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
 from gateway.described import described
@@ -95,7 +97,7 @@ async def unpin_adapter(name: str, request: Request, caller: Caller) -> dict[str
 @router.post("/rename")
 @described(Adapter, errors=(409,))
 async def rename_adapter(name: str, body: RenameBody, request: Request, caller: Caller) -> dict[str, Any]:
-    """Gives all versions, with their numbers, aliases and grants, another name."""
+    """Gives all versions, with their numbers, aliases, grants and limits, another name."""
     services: Services = request.app.state.services
     own = own_name(name)
     try:
@@ -114,6 +116,11 @@ async def rename_adapter(name: str, body: RenameBody, request: Request, caller: 
             target=target,
             by=caller.key_id,
         )
+    if own in caller.adapter_limits:
+        await services.tenants.move_adapter_limits(
+            caller.tenant_id, own, target, by=actor_of(request, caller)
+        )
+        await move_use_of_adapter(services.redis, caller.tenant_id, own, target)
     return await _shown(services, caller, target)
 
 

@@ -24,6 +24,7 @@ from adapters.model_ref import ModelRef
 from adapters.reader import read_layout
 from adapters.registry import AdapterConflict, AdapterNotFound, AdapterVersion
 from gateway.adapter_objects import own_name, own_ref, version_object
+from gateway.api.counted import count_management
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_of
 from gateway.described import described
@@ -32,7 +33,11 @@ from gateway.publication import model_for_uploads
 from gateway.schemas.adapter_answers import AdapterDiff, AdapterFiles
 from gateway.services import Services
 
-router = APIRouter(prefix="/v1/adapters/{name}", tags=["adapters"])
+router = APIRouter(
+    prefix="/v1/adapters/{name}",
+    tags=["adapters"],
+    dependencies=[Depends(require("adapters")), Depends(count_management)],
+)
 
 Caller = Annotated[Principal, Depends(require("adapters"))]
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request
 
+from gateway.api.counted import count_management
 from gateway.audit import Actor
 from gateway.auth import Principal, address_of, require
 from gateway.errors import ApiError
@@ -23,7 +24,8 @@ PathTenant = Annotated[str, Path(max_length=63)]
 
 def admin_router(path: str) -> APIRouter:
     """Returns a router below `/admin`, of routes that need the scope `admin` at least."""
-    return APIRouter(prefix=f"/admin{path}", dependencies=[Depends(require("admin"))], tags=["admin"])
+    dependencies = [Depends(require("admin")), Depends(count_management)]
+    return APIRouter(prefix=f"/admin{path}", dependencies=dependencies, tags=["admin"])
 
 
 async def require_operator(caller: Admin) -> Principal:

@@ -34,7 +34,7 @@ from gateway.schemas.admin_answers import (
 )
 from gateway.schemas.admin_answers import Tenant as TenantObject
 from gateway.services import Services
-from gateway.tenants import Tenant, TenantChanges, TenantExists
+from gateway.tenants import Tenant, TenantChanges, TenantExists, TenantRetired
 
 router = admin_router("/tenants")
 
@@ -42,7 +42,7 @@ router = admin_router("/tenants")
 @router.post("", status_code=201)
 @described(TenantObject, errors=(409,))
 async def create_tenant(body: CreateTenant, request: Request, caller: Operator) -> dict[str, Any]:
-    """Adds a tenant. 409 when the id is taken."""
+    """Adds a tenant. 409 when the id is taken, or was a tenant's that is deleted."""
     try:
         tenant = await _services(request).tenants.create(
             body.name,
@@ -55,8 +55,11 @@ async def create_tenant(body: CreateTenant, request: Request, caller: Operator) 
             by=actor_of(request, caller),
         )
     except TenantExists:
-        message = f"There is a tenant '{body.id}' already. Choose another id."
-        raise ApiError(409, message, type="invalid_request_error", code="tenant_exists", param="id") from None
+        fault = f"There is a tenant '{body.id}' already. Choose another id."
+        raise _id_taken(fault, "tenant_exists") from None
+    except TenantRetired:
+        fault = f"The tenant '{body.id}' was deleted, and its usage is kept by this id. Choose another id."
+        raise _id_taken(fault, "tenant_retired") from None
     return _tenant_object(tenant)
 
 
@@ -160,6 +163,10 @@ async def _delete_possessions(
         async with store_faults():
             await remove_file(services.files, services.file_store, tenant_id, file_id, even_in_use=True)
     return keys, adapters
+
+
+def _id_taken(message: str, code: str) -> ApiError:
+    return ApiError(409, message, type="invalid_request_error", code=code, param="id")
 
 
 def _services(request: Request) -> Services:

@@ -20,6 +20,7 @@ from adapters.identity import InvalidName
 from adapters.model_ref import parse_own_ref
 from adapters.registry import AdapterName
 from gateway.api.admin_access import actor_of
+from gateway.api.counted import count_management
 from gateway.audit import Change
 from gateway.auth import Principal, require
 from gateway.services import Services
@@ -65,9 +66,8 @@ class AuditedRoute(APIRoute):
 
 def audited_router(prefix: str = "") -> APIRouter:
     """Returns a router of the adapter API whose changes are noted."""
-    return APIRouter(
-        prefix=prefix, tags=["adapters"], route_class=AuditedRoute, dependencies=[Depends(_take_state)]
-    )
+    dependencies = [Depends(require("adapters")), Depends(count_management), Depends(_take_state)]
+    return APIRouter(prefix=prefix, tags=["adapters"], route_class=AuditedRoute, dependencies=dependencies)
 
 
 async def _take_state(request: Request, caller: Annotated[Principal, Depends(require("adapters"))]) -> None:

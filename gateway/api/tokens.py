@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from gateway.api.counted import count_tokenization
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import described
@@ -26,6 +27,7 @@ async def tokenize(request: Request, caller: Caller) -> dict[str, Any]:
     """Returns the tokens that inference would make of a text or of a conversation; counts as no request."""
     services: Services = request.app.state.services
     body = await read_json(request, Tokenize)
+    await count_tokenization(request)
     model = await services.models.resolve(body.model, caller)
     tokenizer = await services.own_tokenizers.of(model)
     conversation = body.conversation
@@ -43,6 +45,7 @@ async def detokenize(request: Request, caller: Caller) -> dict[str, Any]:
     """Returns the text that tokens mean to the model."""
     services: Services = request.app.state.services
     body = await read_json(request, Detokenize)
+    await count_tokenization(request)
     model = await services.models.resolve(body.model, caller)
     check_tokens(body.tokens, model.vocab_size, "tokens")
     tokenizer = await services.own_tokenizers.of(model)

@@ -24,6 +24,7 @@ from adapters.blob_store import open_store, read_file
 from adapters.collector import collect
 from adapters.file_store import open_files
 from adapters.registry import Registry
+from gateway.accounts.calls import CallLimits
 from gateway.api import (
     adapter_aliases,
     adapter_base,
@@ -42,9 +43,10 @@ from gateway.audit import Audit
 from gateway.auth import Authenticator
 from gateway.batches.files import Files
 from gateway.batches.store import Batches
-from gateway.errors import install_error_handling
+from gateway.errors import ErrorBoundary, install_error_handling
 from gateway.hub import Hub
 from gateway.keys import Keys
+from gateway.metrics import Metrics
 from gateway.own_tokenizers import OwnTokenizers
 from gateway.prices import load_prices
 from gateway.redis_client import connect
@@ -149,6 +151,7 @@ async def control_plane(
         await services.authenticator.start()
         app = FastAPI()
         install_error_handling(app)
+        app.add_middleware(ErrorBoundary)
         for module in (
             admin_tenants,
             admin_keys,
@@ -181,6 +184,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         grace_s=config.auth_grace_s,
     )
     store = open_store(config.store, config.store_cache)
+    metrics = Metrics()
     # Only what these two APIs use: they must not come to need the rest.
     used = SimpleNamespace(
         settings=config,
@@ -195,6 +199,8 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         own_tokenizers=OwnTokenizers(Tokenizers(), partial(read_file, store)),
         hub=hub,
         usage=UsageReader(redis),
+        metrics=metrics,
+        calls=CallLimits(redis, metrics.rejected),
         prices=load_prices(config.prices) if config.prices else None,
         upload_slots=UploadSlots(config.uploads_per_tenant),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),

@@ -74,6 +74,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def all_written(writer: LedgerWriter) -> None:
+    await until(lambda: not writer.waiting)
+
+
 # ---- what Redis holds afterwards ----------------------------------------------------------------------
 
 
@@ -84,7 +88,7 @@ async def test_an_entry_has_its_fields_and_is_in_the_sums(redis: Redis, tmp_path
             ledger.begin(each, progress(0), admitted=True)
             ledger.settle(each, settlement)
             ledger.settle(each, end(99))  # once is enough
-        assert await ledger.writer.written(5)
+        await all_written(ledger.writer)
     assert await ledger_of(redis) == [first, second]
     stream: Any = await redis.xrange(LEDGER)
     message = stream[0][1]
@@ -118,7 +122,7 @@ async def test_records_that_meet_share_a_round_trip(redis: Redis, tmp_path: Path
     for number in range(1, 100):
         writer.end(entry(f"r{number}"))
     all_there.set()
-    assert await writer.written(5)
+    await all_written(writer)
     await writer.close()
     assert calls == [1, 99]
     assert len(await ledger_of(redis)) == 100
@@ -142,7 +146,7 @@ async def test_an_urgent_end_does_not_wait_for_company(
 async def test_a_tenant_that_reapers_may_not_know_of_is_noted_at_once(redis: Redis, tmp_path: Path) -> None:
     async with open_ledger(redis, journal=tmp_path, lease_s=400, days=1) as ledger:
         ledger.begin(entry("r1"), progress(0), admitted=True)
-        assert await ledger.writer.written(5)
+        await all_written(ledger.writer)
         assert await redis.smembers(OPEN_TENANTS) == {b"acme"}  # type: ignore[misc]
         ledger.begin(entry("r2"), progress(0), admitted=True)
         assert ledger.writer.waiting == 0
@@ -165,7 +169,7 @@ async def test_a_record_that_cannot_be_applied_holds_up_no_other(
     writer.start()
     writer.end(entry("r1"))
     writer.end(other)
-    assert await writer.written(5)
+    await all_written(writer)
     await writer.close()
     assert [each.id for each in await ledger_of(redis)] == ["r2"]
     (message,) = [line.message for line in caplog.records if line.levelno == logging.ERROR]
@@ -215,7 +219,7 @@ async def test_the_journal_is_replayed_when_redis_is_back(
     await until(lambda: not writer._records and writer.waiting == 600)
     away = False
     writer.end(entry("r600"))
-    assert await writer.written(10)
+    await all_written(writer)
     assert writer.waiting == 0
     assert [each.id for each in await ledger_of(redis)] == [f"r{number}" for number in range(601)]
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
@@ -317,7 +321,7 @@ async def test_a_running_request_is_recorded_and_its_lease_renewed(redis: Redis,
     await asyncio.sleep(0.05)
     await redis.zadd("loraplex:{acme}:leases", {"r": 1})
     await until(lambda: writer._taken > 3)
-    assert await writer.written(5)
+    await all_written(writer)
     assert float(await redis.zscore("loraplex:{acme}:leases", "r") or 0) > time.time() * 1000
     recorded: Any = await redis.hget("loraplex:{acme}:progress", "r")  # type: ignore[misc]
     assert b'"17"' in recorded
