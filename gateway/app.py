@@ -21,8 +21,10 @@ from gateway.api import (
     batches,
     chat,
     completions,
+    embeddings,
     files,
     health,
+    messages,
     models,
     pulls,
     tokens,
@@ -33,7 +35,7 @@ from gateway.auth import require
 from gateway.batches.runner import running_batches
 from gateway.bodies import BodyLimit
 from gateway.direct import DirectRoutes
-from gateway.errors import install_error_handling
+from gateway.errors import ErrorBoundary, install_error_handling
 from gateway.inner_calls import InnerCalls
 from gateway.openapi import DescribedApp
 from gateway.services import Services, open_services
@@ -44,10 +46,12 @@ ServicesFactory = Callable[[GatewaySettings], AbstractAsyncContextManager[Servic
 _DIRECT = {
     "/v1/chat/completions": chat.create_chat_completion,
     "/v1/completions": completions.create_completion,
+    "/v1/embeddings": embeddings.create_embeddings,
+    "/v1/messages": messages.create_message,
 }
 # Their bodies may be large, and are read once the caller is known.
 _READ_BY_HANDLERS = frozenset(
-    {"/v1/adapters", "/v1/chat/completions", "/v1/completions", "/v1/files", "/tokenize", "/detokenize"}
+    {"/v1/adapters", "/v1/files", "/v1/messages/count_tokens", "/tokenize", "/detokenize", *_DIRECT}
 )
 _READ_BY_HANDLERS_BELOW = "/v1/adapter-uploads/"
 
@@ -70,11 +74,14 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         telemetry={"tracing": False, "metrics": False, "logs": False},  # looked for anew with each request
     )
     app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS, exempt_below=_READ_BY_HANDLERS_BELOW)
-    app.add_middleware(DirectRoutes, endpoints=_DIRECT, requirement=require("inference"))
+    app.wrap(DirectRoutes, endpoints=_DIRECT, requirement=require("inference"))
+    app.wrap(ErrorBoundary)
     install_error_handling(app)
     for module in (
         chat,
         completions,
+        embeddings,
+        messages,
         models,
         tokens,
         files,

