@@ -36,9 +36,9 @@ async def read_json(request: Request, kind: type[Body]) -> Body:
     """Returns the request's body as a `kind`.
 
     FastAPI would read and parse a body before it asks who sent it: a handler that takes large ones calls this
-    instead, with its caller known. Notes the body's size as `request.state.body_bytes`. Raises ApiError 400 for what is no JSON, or no `kind`, with the field as
-    `param`, and 415 for a content encoding; HTTPException 413 for more than MAX_BODY_BYTES, and 408 for what
-    has not come after MAX_BODY_S.
+    instead, with its caller known. Notes the body's size as `request.state.body_bytes`. Raises ApiError 400
+    for what is no JSON, or no `kind`, with the field as `param`, and 415 for a content encoding;
+    HTTPException 413 for more than MAX_BODY_BYTES, and 408 for what has not come after MAX_BODY_S.
     """
     _check_encoding(request.headers.get("content-encoding", ""))
     raw = bytearray()

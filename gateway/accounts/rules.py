@@ -18,6 +18,9 @@ from gateway.auth import Principal
 from gateway.limits import NO_RATES, RateLimits
 from protos.engine_pb2 import Submit
 
+OPEN_ENDED_SHARE = 1 / 4
+"""Of a limit on tokens: what an answer may have whose length the client has not said."""
+
 
 class Rule(NamedTuple):
     """A limit that holds for a caller, whatever it asks for. See `Limit` for the fields."""
@@ -74,14 +77,16 @@ def output_tokens_of(submits: Sequence[Submit]) -> int:
 
 
 def bound_output(submits: Sequence[Submit], rules: Sequence[Rule], input_tokens: int) -> None:
-    """Lowers `max_tokens` of the submits so that all choices together fit every rule with nothing used.
+    """Lowers `max_tokens` of the submits so that all choices together take `OPEN_ENDED_SHARE` of a rule.
 
-    Leaves what cannot be lowered so far: at least one token, and `min_tokens`, per choice.
+    Answers are reserved for in full, and an answer of no stated length would take all there is: then the
+    next request would be refused, though most answers end far sooner. Leaves what cannot be lowered so far:
+    at least one token, and `min_tokens`, per choice.
     """
     most = {OUTPUT_TOKENS: 0, MONTH_TOKENS: input_tokens}
     rooms = [rule.most - most[rule.kind] for rule in rules if rule.kind in most]
     if not rooms:
         return
-    share = min(rooms) // sum(len(submit.seeds) for submit in submits)
+    share = int(min(rooms) * OPEN_ENDED_SHARE) // sum(len(submit.seeds) for submit in submits)
     for submit in submits:
         submit.max_tokens = min(submit.max_tokens, max(share, submit.min_tokens, 1))

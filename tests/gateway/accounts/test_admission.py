@@ -215,13 +215,18 @@ async def test_a_refusal_for_other_reasons_is_not_remembered(redis: Redis) -> No
     gate.admissions.refuse_spent(who)
 
 
-async def test_an_answer_without_a_length_reserves_what_the_limit_allows_at_most(redis: Redis) -> None:
-    gate, who = Gate(redis), caller(RateLimits(output_tokens_per_minute=100))
+async def test_an_answer_without_a_length_reserves_a_part_of_the_limit(redis: Redis) -> None:
+    """So the next one is admitted too, while the first runs."""
+    gate, who = Gate(redis), caller(RateLimits(output_tokens_per_minute=400))
     open_ended = [submit(10, 2000, choices=2), submit(10, 30, choices=1)]
     await gate.admit(who, *open_ended, open_ended=True)
     assert [each.max_tokens for each in open_ended] == [33, 30]
     window = await redis.hgetall("loraplex:{acme}:window:tenant")  # type: ignore[misc]
     assert window[b"output_tokens_per_minute"] == b"96"
+    for _ in range(3):
+        await gate.admit(who, submit(10, 2000), open_ended=True)
+    with pytest.raises(ApiError, match="output tokens per minute"):
+        await gate.admit(who, submit(10, 2000), open_ended=True)
 
 
 @pytest.mark.parametrize(

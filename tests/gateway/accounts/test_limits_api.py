@@ -72,7 +72,7 @@ def test_answers_streams_and_errors_say_how_the_limits_stand(local_stack: LocalS
 
 
 def test_a_chat_without_a_length_ends_where_its_limit_does(local_stack: LocalStack) -> None:
-    key = add_tenant(local_stack, "acme", RateLimits(output_tokens_per_minute=60))
+    key = add_tenant(local_stack, "acme", RateLimits(output_tokens_per_minute=240))
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "n": 2}
     more = {"ignore_eos": True, "priority": -3}
     url = f"{local_stack.url}/v1/chat/completions"
