@@ -74,7 +74,6 @@ class Request:
         prompt_logprobs: alternatives for each token of the prompt, if its tokens' logprobs are wanted.
         prompt_only: only the prompt is wanted: what is drawn after it is told nobody.
         pooling: set: the vector of the prompt is wanted, and nothing else (``prompt_only``).
-        background: runs in what requests that are not leave over, whoever sends those.
         arrival, deadline: seconds on the scheduler's clock.
     """
 
@@ -97,7 +96,6 @@ class Request:
     prompt_logprobs: int | None = None
     prompt_only: bool = False
     pooling: Pooling | None = None
-    background: bool = False
     arrival: float = 0.0
     deadline: float | None = None
     prompt_hashes: list[bytes] = field(init=False)

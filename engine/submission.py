@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from engine.block_pool import root_hash
 from engine.constraints import Grammar
+from engine.scheduler.background import account_name
 from engine.sequence import Request
 from engine.step import Pooling, SamplingParams
 from protos import engine_pb2 as pb
@@ -59,10 +60,9 @@ def parse_submit(
         prompt_only=message.prompt_only or bool(message.pooling),
         pooling=Pooling(message.pooling) if message.pooling else None,
         block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
-        tenant=message.tenant,
+        tenant=account_name(message.tenant, background=message.background),
         weight=message.weight or 1.0,
         priority=message.priority,
-        background=message.background,
         arrival=now,
         deadline=now + message.deadline_ms / 1000 if message.deadline_ms else None,
     )

@@ -165,6 +165,7 @@ class AdapterGate:
         *,
         num_steps: int,
         goes_first: bool = False,
+        may_claim: bool = True,
     ) -> bool:
         """Whether a sequence of this adapter may start now. If not, sees to it that one will.
 
@@ -174,6 +175,7 @@ class AdapterGate:
             num_steps: how many it takes until the sequence ends, if it starts now.
             goes_first: a claim that stands for another adapter gives way, if this one is here to be placed;
                 the other's sequence claims anew when it is asked for next.
+            may_claim: whether others' adapters may have to leave for this one.
         """
         if not digest:
             return True
@@ -192,7 +194,7 @@ class AdapterGate:
                 self._keep(digest)
             return False
         copy = self._tiers.want(digest)
-        may_claim = claim is None or (claim.digest == digest and not claim.suffices)
+        may_claim = may_claim and (claim is None or (claim.digest == digest and not claim.suffices))
         if copy is not None and may_claim and self._placements_left:
             self._claim = make_claim(self._pages, digest, copy, leaving(), step=self._step, before=claim)
         return False
@@ -231,6 +233,10 @@ class AdapterGate:
         """A sequence that acquired the adapter runs no more."""
         if digest:
             self._pages.release(digest)
+
+    def give_up_claim(self) -> None:
+        """Ends the claim that stands; its adapter's sequences claim anew when they are asked for."""
+        self._claim = None
 
     def note_yield(self) -> None:
         """The scheduler has let the sequences of an adapter yield."""

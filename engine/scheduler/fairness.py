@@ -17,26 +17,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from engine.scheduler.background import is_background
+
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
+
+
+Rank = tuple[bool, float, int]
 
 
 class Account:
     """One tenant's counter, and how many of its sequences wait and run; kept by `VirtualTokenCounters`."""
 
-    __slots__ = ("num_running", "num_waiting", "served", "tenant", "weight")
+    __slots__ = ("is_background", "num_running", "num_waiting", "served", "tenant", "weight")
 
     def __init__(self, tenant: str, served: float) -> None:
         self.tenant = tenant
+        self.is_background = is_background(tenant)
         self.weight = 1.0
         self.served = served
         self.num_waiting = 0
         self.num_running = 0
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """Who is next: the tenant that was served least, and of equals, the one of which less runs."""
-        return self.served, self.num_running
+    def rank(self) -> Rank:
+        """Who is next: the tenant that was served least, and of equals, the one of which less runs; all
+        background work comes last.
+        """
+        return self.is_background, self.served, self.num_running
+
+    def yields_to(self, other: Account) -> bool:
+        """Whether it gives whatever it has to another that lacks it."""
+        return self.is_background and not other.is_background
+
+    def owes(self, other: Account) -> bool:
+        """Whether it lets another have a turn: it was served no less. Background work is owed nothing."""
+        return self.is_background >= other.is_background and self.served >= other.served
 
 
 class VirtualTokenCounters:
@@ -44,14 +60,15 @@ class VirtualTokenCounters:
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self._last_departed = 0.0
+        self._last_departed = {False: 0.0, True: 0.0}  # by whether it was background work
         self._sweep_at = 1024
 
     def account(self, tenant: str) -> Account:
         """The tenant's account; a new one starts at the floor."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = Account(tenant, self._floor())
+            floor = self._floor(is_background(tenant))
+            account = self._accounts[tenant] = Account(tenant, floor)
         return account
 
     def waiting(self) -> list[Account]:
@@ -64,7 +81,7 @@ class VirtualTokenCounters:
         account = self.account(tenant)
         account.weight = weight
         if account.num_waiting == 0:
-            account.served = max(account.served, self._floor())
+            account.served = max(account.served, self._floor(account.is_background))
         account.num_waiting += 1
 
     def depart(self, tenant: str) -> None:
@@ -72,7 +89,7 @@ class VirtualTokenCounters:
         account = self._accounts[tenant]
         account.num_waiting -= 1
         if account.num_waiting == 0:
-            self._last_departed = account.served
+            self._last_departed[account.is_background] = account.served
 
     def start(self, tenant: str) -> None:
         """One more sequence of the tenant runs."""
@@ -84,7 +101,7 @@ class VirtualTokenCounters:
 
     def gap(self) -> float:
         """The largest difference of weighted service between tenants that wait; 0 with fewer than two."""
-        served = [account.served for account in self.waiting()]
+        served = [account.served for account in self.waiting() if not account.is_background]
         return max(served) - min(served) if served else 0.0
 
     def check(self, running: Iterable[str]) -> None:
@@ -109,18 +126,18 @@ class VirtualTokenCounters:
         """Bringing an adapter has cost as much as so many tokens of input."""
         self.charge_input(tenant, tokens)
 
-    def _floor(self) -> float:
-        waiting = self.waiting()
-        return min(account.served for account in waiting) if waiting else self._last_departed
+    def _floor(self, background: bool) -> float:
+        served = [account.served for account in self.waiting() if account.is_background is background]
+        return min(served, default=self._last_departed[background])
 
     def _sweep(self) -> None:
         """Forgets tenants with nothing here whom the floor would lift anyway. Amortised over arrivals."""
         if len(self._accounts) < self._sweep_at:
             return
-        floor = self._floor()
+        floors = {background: self._floor(background) for background in (False, True)}
         self._accounts = {
             tenant: account
             for tenant, account in self._accounts.items()
-            if account.num_waiting or account.num_running or account.served > floor
+            if account.num_waiting or account.num_running or account.served > floors[account.is_background]
         }
         self._sweep_at = max(1024, 2 * len(self._accounts))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
+from engine.scheduler.background import is_background
 from engine.sequence import Request, Sequence
 
 Key = tuple[Hashable, int]
@@ -30,6 +31,8 @@ class Roster:
         self._entries: dict[Key, _Entry] = {}
         self._deadlines: list[tuple[float, int, Key]] = []
         self._num_of_tenant: Counter[str] = Counter()
+        self.num_background = 0
+        """Sequences of background work."""
         self._next_seq_id = 1
 
     def __len__(self) -> int:
@@ -48,6 +51,11 @@ class Roster:
     @property
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def has_others_than_background(self) -> bool:
+        """Whether there is anybody whom background work must not delay."""
+        return len(self) > self.num_background
 
     def num_of_tenant(self, tenant: str) -> int:
         """How many sequences of the tenant have not ended."""
@@ -68,6 +76,7 @@ class Roster:
             sequences.append(seq)
         self._entries[request.key] = _Entry(request, list(sequences))
         self._num_of_tenant[request.tenant] += len(sequences)
+        self.num_background += len(sequences) * is_background(request.tenant)
         if request.deadline is not None:
             self._forget_ended()
             heapq.heappush(self._deadlines, (request.deadline, sequences[0].seq_id, request.key))
@@ -91,6 +100,7 @@ class Roster:
         del self._by_id[seq.seq_id]
         tenant = seq.request.tenant
         self._num_of_tenant[tenant] -= 1
+        self.num_background -= is_background(tenant)
         if not self._num_of_tenant[tenant]:
             del self._num_of_tenant[tenant]
         entry = self._entries[seq.request.key]

@@ -15,6 +15,7 @@ from functools import partial
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.outputs import LinkOutput
 from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.background import is_background, who_gives_way
 from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.limits import SchedulerLimits
@@ -228,6 +229,9 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Lets sequences whose turn is over yield what others wait for: pages, seats, and blocks."""
+        self._end_background_claim()
+        for seq in self._who_gives_way():
+            self._lives.yield_room(seq)
         newcomer = self._newcomer()
         self._num_awaiting = 0 if newcomer is None else self._num_awaiting + 1
         if self._yield_pages():
@@ -243,12 +247,35 @@ class Scheduler:
         first = None
         for seq in self._waiting.fair_order(self._gate.here()):
             tenant = seq.request.tenant
-            if self._counters.num_running(tenant) or (first and tenant != first.request.tenant):
+            if is_background(tenant) or self._counters.num_running(tenant):
+                break
+            if first and tenant != first.request.tenant:
                 break
             first = first or seq
             if self._is_open(seq, goes_first=self._is_claimed_by_others(tenant)):
                 return seq
         return first
+
+    def _who_gives_way(self) -> list[Sequence]:
+        if not self._roster.num_background:
+            return []
+        here = self._gate.here()
+        return who_gives_way(
+            self._running,
+            (seq for seq in self._waiting if seq.request.adapter_digest in here),
+            free_seats=self._limits.max_num_seqs - self._lives.num_seats,
+            free_blocks=self._pool.num_idle,
+            most=self._limits.max_num_seqs,
+        )
+
+    def _end_background_claim(self) -> None:
+        """A claim of background work keeps adapters from starting sequences; not those of anybody else."""
+        claim = self._gate.claim
+        if claim is None or not self._roster.has_others_than_background:
+            return
+        claimant = self._waiting.least_served(claim[0])
+        if claimant is None or is_background(claimant):
+            self._gate.give_up_claim()
 
     def _is_claimed_by_others(self, tenant: str) -> bool:
         """Whether a claim stands for a tenant that goes on with other sequences meanwhile."""
@@ -261,7 +288,12 @@ class Scheduler:
         leaving = partial(self._turns.leaving, tenant)
         num_steps = seq.request.max_len - len(seq.tokens)
         return self._gate.is_open(
-            seq.request.adapter_digest, tenant, leaving, num_steps=num_steps, goes_first=goes_first
+            seq.request.adapter_digest,
+            tenant,
+            leaving,
+            num_steps=num_steps,
+            goes_first=goes_first,
+            may_claim=not (is_background(tenant) and self._roster.has_others_than_background),
         )
 
     def _yield_pages(self) -> bool:
@@ -299,12 +331,17 @@ class Scheduler:
             length = len(seq.tokens) + seq.num_unseen
             if length - seq.num_computed == 1 and length < seq.request.max_len:
                 if not self._tables.prepare_write(seq, step.copies):
-                    self._lives.preempt(running[-1])
+                    self._lives.preempt(self._last_to_stay(index))
                     all_fit = False
                     continue
                 self._plan_row(step, seq, 1)
             index += 1
         return all_fit
+
+    def _last_to_stay(self, index: int) -> Sequence:
+        """Who is preempted of those running from ``index`` on: background work, else the last admitted."""
+        candidates = reversed(self._running[index:])
+        return next((seq for seq in candidates if is_background(seq.request.tenant)), self._running[-1])
 
     def _plan_prompts(self, step: _Step, chunks: list[Sequence], *, admits: bool) -> None:
         """Adds chunks of prompts: of running sequences, and of those that it admits, in the fair order.
@@ -318,7 +355,7 @@ class Scheduler:
                 account = self._counters.account(seq.request.tenant)
                 while chunks and self._counters.account(chunks[-1].request.tenant).rank <= account.rank:
                     self._plan_chunk(step, chunks.pop())
-                is_newcomer = not account.num_running
+                is_newcomer = not (account.num_running or account.is_background)
                 if step.room(is_newcomer=is_newcomer) <= 0:
                     break
                 # Asked even when no seat is free, so that an adapter is fetched while its sequence waits.

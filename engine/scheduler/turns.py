@@ -91,7 +91,9 @@ class Turns:
                 continue
             at_end = left = seq.request.max_len - seq.num_computed
             account = self._counters.account(tenant)
-            if account.served >= claiming.served:
+            if account.yields_to(claiming):
+                left = 0
+            elif account.owes(claiming):
                 left = min(left, left_of_turn(seq, is_cached=is_cached))
                 if claiming.num_running == 0 and account.num_running > users[digest, tenant]:
                     left = min(left, 0)
@@ -112,12 +114,12 @@ class Turns:
         claiming = self._counters.account(newcomer)
         yielding: list[Sequence] = []
         left = Counter(seq.request.tenant for seq in self._running)
-        for seq in sorted(reversed(self._running), key=lambda seq: -self._account(seq).served):
+        for seq in sorted(reversed(self._running), key=lambda seq: self._account(seq).rank[:2], reverse=True):
             if seats <= 0 and blocks <= 0:
                 return yielding
             tenant = seq.request.tenant
             is_over = left[tenant] > 1 or left_of_turn(seq, is_cached=self._is_cached) <= 0
-            if self._account(seq).served >= claiming.served and is_over and not seq.is_ending:
+            if self._account(seq).owes(claiming) and is_over and not seq.is_ending:
                 yielding.append(seq)
                 left[tenant] -= 1
                 seats -= 1 + len(seq.siblings)

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from engine.scheduler.fairness import Account, VirtualTokenCounters
+from engine.scheduler.fairness import Account, Rank, VirtualTokenCounters
 from engine.sequence import Sequence, Status
 
 MOST_AWAY = 64
@@ -113,7 +113,7 @@ class WaitingQueue:
         Args:
             here: the adapters on the device, and the base model. Of others `MOST_AWAY` are proposed.
         """
-        heap: list[tuple[tuple[float, int], int, Account]] = [
+        heap: list[tuple[Rank, int, Account]] = [
             (account.rank, number, account) for number, account in enumerate(self._counters.waiting())
         ]
         heapq.heapify(heap)

@@ -21,6 +21,7 @@ from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages, pages_for_rank
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.background import account_name
 from engine.sequence import Request
 from engine.step import UNSEEN, RowResult, SamplingParams, StepPlan, StepResult, StepRow
 
@@ -65,6 +66,7 @@ def make_request(
     output: Sequence[int] = (),
     stop: Iterable[int] = (),
     tenant: str = "tenant",
+    background: bool = False,
     weight: float = 1.0,
     priority: int = 0,
     min_tokens: int = 0,
@@ -87,7 +89,7 @@ def make_request(
         adapter_digest=digest,
         adapter_start=adapter_start,
         vocab_size=vocab_size,
-        tenant=tenant,
+        tenant=account_name(tenant, background=background),
         weight=weight,
         priority=priority,
         min_tokens=min_tokens,
