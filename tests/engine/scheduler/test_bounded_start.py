@@ -1,8 +1,9 @@
 """Nobody waits without end: after how many steps a request starts that others stand in the way of.
 
-The bound, from when its adapter is in host memory: ``ceil(P / b) + max(32, C / 16) + 3`` steps. ``P`` are
-the tokens of the prompts that the victims have yet to compute, ``b`` is what a step has for prompts, and
-``C`` the longest context of a victim. Three steps more are for the claim, the copy, and a step under way.
+The bound, from when its adapter is in host memory: ``ceil(P / b) + max(32, C / 16) + 3`` steps, and
+`GRACE_STEPS` more where requests keep coming that end soon (tried in `test_turns`). ``P`` are the tokens of
+the prompts that the victims have yet to compute, ``b`` is what a step has for prompts, and ``C`` the longest
+context of a victim. Three steps more are for the claim, the copy, and a step under way.
 """
 
 from __future__ import annotations
