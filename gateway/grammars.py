@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from gateway.errors import ApiError, invalid_request
+from gateway.schema_care import with_care
 from gateway.schemas.structure import Structure, StructureFields
 
 _ANY_OBJECT = {"type": "object"}
@@ -47,11 +48,17 @@ def lark_grammar(text: str) -> tuple[str, str]:
 
 def schema_fault(schema: dict[str, Any] | bool) -> str:
     """Returns why no answer can be held to a JSON schema; "" when it can."""
-    return _fault_of(_schema(schema))
+    try:
+        return _fault_of(_schema(schema))
+    except (ValueError, RecursionError) as error:
+        return str(error)
 
 
 def spaced(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Returns a schema that says how JSON is written as well; `true` has no room for it."""
+    """Returns a schema as llguidance takes it, which says how JSON is written as well; `true` has no room for
+    that. Raises ValueError as `with_care`.
+    """
+    schema = with_care(schema)
     return schema | {"x-guidance": _SPACING} if isinstance(schema, dict) else schema
 
 

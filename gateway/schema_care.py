@@ -1,0 +1,77 @@
+"""JSON schemas where llguidance would let something through that does not fit: mended, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+Schema = dict[str, Any] | bool
+
+_DATA = frozenset(("const", "default", "enum", "example", "examples", "required", "type"))
+"""Keywords whose values are no schemas, whatever they look like."""
+_BY_NAME = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+"""Keywords whose values have schemas by name."""
+_SECONDS = r":[0-5][0-9](\.[0-9]+)?(Z|[+-][0-9:]+)$"
+"""How times end. Hardly anything reads a small z, or leap seconds, which llguidance lets come at any time."""
+
+
+def with_care(schema: Schema) -> Schema:
+    """Returns what llguidance can be given for a schema, which stays as it is.
+
+    Raises ValueError that names the keyword which cannot be held to.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    _check_bounds(schema)
+    return _mended(schema)
+
+
+def _mended(schema: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _mended_any(each) for name, each in value.items()}
+        elif key not in _DATA:
+            found[key] = _mended_any(value)
+        else:
+            found[key] = value
+    if schema.get("format") in ("date-time", "time"):
+        found["allOf"] = [*found.get("allOf", ()), {"pattern": _SECONDS}]
+    if found.get("uniqueItems") is False:  # says nothing, and would be refused
+        del found["uniqueItems"]
+    return found
+
+
+def _mended_any(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_mended_any(each) for each in value]
+    return _mended(value) if isinstance(value, dict) else value
+
+
+def _check_bounds(schema: dict[str, Any]) -> None:
+    """Refuses a whole number that is excluded where the range ends before the next: llguidance lets it in.
+
+    Bounds meet by `allOf` and `$ref` as well, so those of the whole document are looked at.
+    """
+    bounds = list(_bounds(schema))
+    broken = [(key, bound) for key, bound in bounds if bound != math.trunc(bound)]
+    ends = {math.floor(bound) for key, bound in broken if key.endswith("aximum")}
+    begins = {math.ceil(bound) for key, bound in broken if key.endswith("inimum")}
+    for key, bound in bounds:
+        if bound in {"exclusiveMinimum": ends, "exclusiveMaximum": begins}.get(key, ()):
+            raise ValueError(f"{key} ({bound:g}) with another bound less than 1 away is not supported")
+
+
+def _bounds(value: Any) -> Iterator[tuple[str, float]]:
+    """Yields the bounds of numbers in a schema and in all below it."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _bounds(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            is_bound = key.endswith(("inimum", "aximum"))
+            if is_bound and isinstance(each, int | float) and not isinstance(each, bool):
+                yield key, each
+            elif key not in _DATA:
+                yield from _bounds(each)
