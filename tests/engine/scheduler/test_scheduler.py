@@ -295,7 +295,7 @@ def test_a_step_that_fails_ends_its_sequences_alone() -> None:
 def test_a_full_queue_refuses() -> None:
     engine = make_engine(max_num_waiting=3)
     engine.scheduler.add(make_request(request_id=1, n=2))
-    engine.scheduler.add(make_request(request_id=2, n=2))
+    engine.scheduler.add(make_request(request_id=2, n=2, tenant="other"))
     engine.collect()
     assert {engine.finished["link", 2, choice][0] for choice in (0, 1)} == {"REFUSED"}
     assert "2 sequences are waiting" in engine.finished["link", 2, 0][1]
