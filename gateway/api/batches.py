@@ -6,10 +6,11 @@ import secrets
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
+from gateway.api.counted import count_management
 from gateway.api.files import After, Caller, file_not_found, unknown_cursor
-from gateway.auth import Principal
+from gateway.auth import Principal, require
 from gateway.batches.batch import Batch
 from gateway.batches.pages import UnknownCursor
 from gateway.batches.store import MAX_OPEN, NoInputFile, TooManyBatches
@@ -19,7 +20,11 @@ from gateway.schemas.batches import Batch as BatchObject
 from gateway.schemas.batches import BatchList, CreateBatch
 from gateway.services import Services
 
-router = APIRouter(prefix="/v1/batches", tags=["batches"])
+router = APIRouter(
+    prefix="/v1/batches",
+    tags=["batches"],
+    dependencies=[Depends(require("inference")), Depends(count_management)],
+)
 
 
 @router.post("")

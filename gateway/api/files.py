@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from adapters.file_store import FileStore
+from gateway.api.counted import count_management
 from gateway.auth import Principal, require
 from gateway.batches.files import KEPT_S, FileInUse, QuotaExceeded, StoredFile, new_file
 from gateway.batches.form import IncomingForm, received_form
@@ -24,7 +25,11 @@ from gateway.publication import store_faults
 from gateway.schemas.batches import File, FileDeleted, FileForm, FileList
 from gateway.services import Services
 
-router = APIRouter(prefix="/v1/files", tags=["batches"])
+router = APIRouter(
+    prefix="/v1/files",
+    tags=["batches"],
+    dependencies=[Depends(require("inference")), Depends(count_management)],
+)
 
 Caller = Annotated[Principal, Depends(require("inference"))]
 After = Annotated[str | None, Query(max_length=64, description="The id that the page begins after.")]
