@@ -13,6 +13,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from gateway.reasoning_text import ReasoningSplitter
+
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 8
 
@@ -93,9 +95,10 @@ class StopMatcher:
     Morris and Pratt 1977), since clients choose both stop strings and text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are non-empty strings."""
+    def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
+        """`stops` are non-empty strings. `keep_stop`: the one that is found is a part of the text."""
         self._stops = stops
+        self._keep_stop = keep_stop
         self._begun = [0] * len(stops)  # characters of each stop string that the text ends with
         self._held = ""
         self.matched: str | None = None
@@ -103,8 +106,8 @@ class StopMatcher:
     def feed(self, piece: str) -> str:
         """Returns the text that is now certain not to be part of a stop string.
 
-        Once a stop string is complete, `matched` holds it and the text before it has been returned; nothing
-        may be fed after that.
+        Once a stop string is complete, `matched` holds it and the text before it has been returned, or up to
+        its end where it is kept; nothing may be fed after that.
         """
         text = self._held + piece
         found: list[tuple[int, int, str]] = []
@@ -114,9 +117,9 @@ class StopMatcher:
                 end = len(self._held) + read
                 found.append((end, end - len(stop), stop))
         if found:
-            _, at, self.matched = min(found)
+            end, at, self.matched = min(found)
             self._held = ""
-            return text[:at]
+            return text[: end if self._keep_stop else at]
         keep = max(self._begun, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -157,36 +160,79 @@ def _borders(stop: str) -> Sequence[int]:
 
 
 class TextStream:
-    """One choice's text: decoder and stop matcher in one."""
+    """One choice's text: decoder and stop matcher in one. What is thought goes apart, before stop strings are
+    looked for.
+    """
 
-    def __init__(self, decoder: TokenDecoder, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        stops: Sequence[str],
+        splitter: ReasoningSplitter | None = None,
+        *,
+        keep_stop: bool = False,
+    ) -> None:
+        """`splitter` None: nothing is thought. `keep_stop`: see StopMatcher."""
         self._decoder = decoder
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, keep_stop=keep_stop) if stops else None
+        self._splitter = splitter
+        self._reasoning = ""
+        self.reasoning_tokens = 0
+        """Tokens that were thought so far, with those of the marks."""
         self.decoded_len = 0
         """Characters decoded so far, those held back and those from a stop string on included."""
         self.emitted_len = 0
-        """Characters returned so far."""
+        """Characters returned so far; those that were thought, and their marks, included."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the text."""
         return self._matcher is not None and self._matcher.matched is not None
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._matcher.matched if self._matcher is not None else None
+
     def feed(self, token: int) -> str:
         """Returns the text that became certain with this token. Nothing may be fed once `stopped`."""
-        return self._emit(self._decoder.step(token))
+        piece = self._decoder.step(token)
+        self.decoded_len += len(piece)
+        if self._splitter is not None:
+            was_inside = self._splitter.inside
+            piece = self._without_reasoning(piece, self._splitter)
+            self.reasoning_tokens += was_inside or self._splitter.inside
+        return self._emit(piece)
 
     def finish(self) -> str:
         """Returns the rest of the text when the tokens have ended; it may still complete a stop string."""
-        rest = self._emit(self._decoder.finish())
+        piece = self._decoder.finish()
+        self.decoded_len += len(piece)
+        if self._splitter is not None:
+            piece = self._without_reasoning(piece, self._splitter, last=True)
+        rest = self._emit(piece)
         if self._matcher is not None and not self.stopped:
             held = self._matcher.finish()
             self.emitted_len += len(held)
             rest += held
         return rest
 
+    def take_reasoning(self) -> str:
+        """Returns what was thought since it was last asked for."""
+        reasoning, self._reasoning = self._reasoning, ""
+        return reasoning
+
+    def _without_reasoning(self, piece: str, splitter: ReasoningSplitter, *, last: bool = False) -> str:
+        before = splitter.consumed
+        reasoning, rest = splitter.feed(piece)
+        if last:
+            last_reasoning, last_rest = splitter.finish()
+            reasoning, rest = reasoning + last_reasoning, rest + last_rest
+        self._reasoning += reasoning
+        self.emitted_len += splitter.consumed - before - len(rest)
+        return rest
+
     def _emit(self, piece: str) -> str:
-        self.decoded_len += len(piece)
         if self._matcher is not None:
             piece = self._matcher.feed(piece) if piece else ""
         self.emitted_len += len(piece)

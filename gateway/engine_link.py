@@ -62,6 +62,14 @@ class Receiver(Protocol):
         """A new token of a choice."""
         ...
 
+    def on_prompt_logprobs(self, choice: int, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """What the model thought of the tokens from `start` on of the prompt that a choice belongs to."""
+        ...
+
+    def on_vector(self, choice: int, values: bytes) -> None:
+        """The vector of the prompt that a choice belongs to: float32, little-endian."""
+        ...
+
     def on_started(self, choices: Sequence[int], started: Started) -> None:
         """The request has left the engine's queue."""
         ...
@@ -194,6 +202,12 @@ class EngineLink:
         for started in message.started:
             if placement := placements.get(started.request_id):
                 placement.receiver.on_started(placement.choices, started)
+        for prompt in message.prompt_logprobs:
+            if placement := placements.get(prompt.request_id):
+                placement.receiver.on_prompt_logprobs(placement.choices[0], prompt.start, prompt.tokens)
+        for vector in message.embeddings:
+            if placement := placements.get(vector.request_id):
+                placement.receiver.on_vector(placement.choices[0], vector.values)
         logprobs = message.logprobs or None
         entries = zip(message.request_ids, message.choices, message.tokens, strict=True)
         for index, (request_id, wire_choice, token) in enumerate(entries):

@@ -50,6 +50,7 @@ class Delta:
 @dataclass(slots=True)
 class _Choice:
     submit: Submit  # of its prompt; shared by the prompt's choices and never changed
+    prompt: int  # the prompt's number
     seed: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
@@ -82,7 +83,11 @@ class EngineStream:
         """How long it waited in the queue of the first engine that ran it; None until one does."""
         self.engine_id = ""
         """The engine that it was given to last."""
-        self._choices = [_Choice(submit, seed) for submit in submits for seed in submit.seeds]
+        self._choices = [
+            _Choice(submit, number, seed) for number, submit in enumerate(submits) for seed in submit.seeds
+        ]
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._vectors: dict[int, bytes] = {}
         self._unplaced = set(range(len(self._choices)))
         self._model_digest = model_digest
         self._placer = placer
@@ -102,6 +107,15 @@ class EngineStream:
     def unread(self) -> int:
         """How many tokens have come, and `next` has not returned them."""
         return sum(len(delta.tokens) for delta in self._deltas.values())
+
+    def prompt_logprobs(self, prompt: int) -> Sequence[TokenLogprobs]:
+        """Returns those of all tokens of a prompt but the first; of those so far before the first token."""
+        return self._prompt_logprobs.get(prompt, ())
+
+    @property
+    def vectors(self) -> Sequence[bytes]:
+        """Those of all prompts, in order, where vectors were asked for and all have come."""
+        return [self._vectors[choice] for choice in range(len(self._choices))]
 
     async def wait_started(self) -> None:
         """Returns when the first choice has left an engine's queue, or has ended. Raises as `next`."""
@@ -154,6 +168,15 @@ class EngineStream:
         if logprobs is not None:
             delta.logprobs.append(logprobs)
         self._choices[choice].tokens.append(token)
+
+    def on_prompt_logprobs(self, choice: int, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """See Receiver. A prompt that is computed again, elsewhere, is told again."""
+        known = self._prompt_logprobs.setdefault(self._choices[choice].prompt, [])
+        known[start - 1 :] = logprobs
+
+    def on_vector(self, choice: int, values: bytes) -> None:
+        """See Receiver."""
+        self._vectors[choice] = values
 
     def on_started(self, choices: Sequence[int], started: Started) -> None:
         """See Receiver. A prompt's cached tokens count once, however often it is submitted."""
@@ -254,6 +277,7 @@ class EngineStream:
         if state.tokens:
             submit.seeds.append(state.seed)
             submit.output_tokens.extend(state.tokens)
+            submit.ClearField("prompt_logprobs")  # told before the first token
             return [first], submit
         together = [
             index

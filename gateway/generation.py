@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gateway.accounts.admission import Admission
 from gateway.accounts.entry import Outcome, Settlement
@@ -14,9 +15,13 @@ from gateway.detokenizer import TextStream
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import ApiError, unavailable
 from gateway.metrics import RequestMetrics
+from gateway.reasoning import Reasoning
 from gateway.refusals import deadline_passed
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import FinishReason, ModelInfo, Submit, TokenLogprobs
+
+if TYPE_CHECKING:
+    from gateway.echo import Echo
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +30,13 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token whose logprobs are wanted. `offset` is where
+    """A token whose logprobs are wanted; the first of a prompt has none. `offset` is where
     its text begins in the choice's text, in characters.
     """
 
     token: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,10 @@ class Piece:
     text: str
     tokens: Sequence[TokenInfo] = ()
     finish_reason: str | None = None
+    reasoning: str = ""
+    """What was thought; it goes before the text."""
+    stop: str | None = None
+    """With the last piece: the stop string that has ended the text."""
 
 
 @dataclass(slots=True)
@@ -51,15 +60,20 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Of the answer's tokens, those that were thought; None where nothing is."""
 
     def to_dict(self) -> dict[str, object]:
         """Returns OpenAI's usage object."""
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 @dataclass(slots=True)
@@ -68,6 +82,8 @@ class _Choice:
     waiting: list[TokenInfo] = field(default_factory=list)  # tokens whose text is held back
     last_at: float = 0.0  # when tokens last came, by time.perf_counter()
     ended: bool = False
+    sum_logprobs: float = 0.0  # of its tokens, where they are known
+    num_tokens: int = 0  # that this is the sum over
 
 
 class Generation:
@@ -86,21 +102,40 @@ class Generation:
         tokenizer: ModelTokenizer,
         stops: Sequence[str],
         shown: frozenset[int],
+        reasoning: Reasoning | None,
+        keep_stop: bool,
+        echo: Echo | None,
         metrics: RequestMetrics,
         admission: Admission,
         ledger: Ledger,
     ) -> None:
-        """`shown` are special tokens that are text nevertheless."""
+        """`shown` are special tokens that are text nevertheless; `reasoning` says that some is thought;
+        `keep_stop`: what ends a text is a part of it; `echo` puts the prompts before their answers.
+        """
         first = submits[0]
         self.usage = Usage(prompt_tokens=sum(len(submit.prompt_tokens) for submit in submits))
         self.tokenizer = tokenizer
         self._stream = stream
+        if reasoning is not None:
+            shown |= reasoning.shown
+            self.usage.reasoning_tokens = 0
         self._choices = [
-            _Choice(TextStream(tokenizer.decoder(shown), stops)) for submit in submits for _ in submit.seeds
+            _Choice(
+                TextStream(
+                    tokenizer.decoder(shown),
+                    stops,
+                    reasoning.splitter() if reasoning else None,
+                    keep_stop=keep_stop,
+                )
+            )
+            for submit in submits
+            for _ in submit.seeds
         ]
         self._end_tokens = frozenset(first.stop_token_ids) | frozenset(
             () if first.ignore_eos else info.eos_token_ids
         )
+        self._keep_stop = keep_stop
+        self._echo = echo
         self._metrics = metrics
         self._admission = admission
         self._ledger = ledger
@@ -161,6 +196,16 @@ class Generation:
         """Whether every choice has its finish reason."""
         return all(choice.ended for choice in self._choices)
 
+    def mean_logprob(self, choice: int) -> float:
+        """Returns the mean over a choice's tokens, its end token included; they must have logprobs."""
+        state = self._choices[choice]
+        return state.sum_logprobs / max(1, state.num_tokens)
+
+    @property
+    def vectors(self) -> Sequence[bytes]:
+        """Those of the prompts, float32 and little-endian, once it is complete."""
+        return self._stream.vectors
+
     def close(self) -> None:
         """Aborts what still runs, at once; a `next` that waits returns nothing. May be called again."""
         self._stream.close()
@@ -168,6 +213,7 @@ class Generation:
     async def start(self) -> None:
         """Returns when an engine has begun to work on it. Raises ApiError when none will."""
         await self._stream.wait_started()
+        self.usage.cached_tokens = self._stream.cached_tokens
 
     async def next(self) -> list[Piece]:
         """Returns what is new, as few pieces as possible; an empty list at the end, or once closed.
@@ -179,7 +225,11 @@ class Generation:
             pieces = [piece for delta in deltas if (piece := self._consume(delta, now))]
             self.usage.cached_tokens = self._stream.cached_tokens
             if pieces:
-                return pieces
+                return (
+                    pieces
+                    if self._echo is None
+                    else self._echo.put_before(pieces, self._stream.prompt_logprobs)
+                )
         if self.complete:
             self._outcome = Outcome.COMPLETED
         return []
@@ -201,26 +251,36 @@ class Generation:
             reason = STOP if choice.text.stopped else _reason_of(delta)
         choice.ended = reason is not None
         tokens = self._take_shown(choice)
-        if not (text or tokens or reason):
+        reasoning = ""
+        if self.usage.reasoning_tokens is not None:
+            reasoning = choice.text.take_reasoning()
+            self.usage.reasoning_tokens = sum(each.text.reasoning_tokens for each in self._choices)
+        if not (text or tokens or reason or reasoning):
             return None
-        return Piece(delta.choice, text, tokens, reason)
+        stop = choice.text.stop if reason else None
+        return Piece(delta.choice, text, tokens, reason, reasoning, stop)
 
     def _take_tokens(self, choice: _Choice, delta: Delta) -> str:
         """Feeds the choice's text with the tokens up to the
         end token or the stop string. Returns the new text.
         """
-        text = ""
+        text, before = "", self.usage.completion_tokens
         logprobs = iter(delta.logprobs)
         for token in delta.tokens:
             self.usage.completion_tokens += 1
-            if token in self._end_tokens:
+            is_end = token in self._end_tokens
+            if is_end and not self._keep_stop:
                 break
             offset = choice.text.decoded_len
             text += choice.text.feed(token)
             if delta.logprobs:
                 choice.waiting.append(TokenInfo(token, offset, next(logprobs)))
-            if choice.text.stopped:
+            if is_end or choice.text.stopped:
                 break
+        if delta.logprobs:
+            taken = self.usage.completion_tokens - before
+            choice.num_tokens += taken
+            choice.sum_logprobs += sum(each.chosen for each in delta.logprobs[:taken])
         return text
 
     @staticmethod

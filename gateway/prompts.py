@@ -10,8 +10,7 @@ from gateway.chat_template import ChatTemplateError
 from gateway.errors import invalid_request
 from gateway.resolve import ResolvedModel
 from gateway.schemas.chat import Conversation
-from gateway.schemas.completion import CompletionRequest
-from gateway.submission import check_prompt_tokens, too_long
+from gateway.submission import check_tokens, too_long
 from gateway.template_host import TemplateHost
 from gateway.tokenizer import ModelTokenizer
 from gateway.tools.forms import form_of
@@ -62,24 +61,31 @@ async def chat_prompt(
     return await asyncio.to_thread(tokens_of, text)
 
 
-async def completion_prompts(
-    body: CompletionRequest, tokenizer: ModelTokenizer, model: ResolvedModel
+async def prompts_of(
+    inputs: Sequence[str] | Sequence[Sequence[int]],
+    tokenizer: ModelTokenizer,
+    model: ResolvedModel,
+    *,
+    param: str = "prompt",
 ) -> Sequence[Sequence[int]]:
-    """Returns the tokens of each prompt, at least one token each. Raises ApiError 400."""
+    """Returns the tokens of each of the inputs in the field `param`, at least one token each.
+
+    Raises ApiError 400.
+    """
     prompts = await _run(
         lambda: [
-            _encode(tokenizer, prompt, model.info, add_special_tokens=True)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompts
+            _encode(tokenizer, given, model.info, add_special_tokens=True)
+            if isinstance(given, str)
+            else given
+            for given in inputs
         ],
-        short=sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str)) <= _SHORT,
+        short=sum(len(given) for given in inputs if isinstance(given, str)) <= _SHORT,
     )
-    for given, prompt in zip(body.prompts, prompts, strict=True):
+    for given, prompt in zip(inputs, prompts, strict=True):
         if not prompt:
-            raise invalid_request("The prompt is empty: it must have at least one token.", param="prompt")
+            raise invalid_request(f"The {param} is empty: it must have at least one token.", param=param)
         if not isinstance(given, str):
-            check_prompt_tokens(prompt, model)
+            check_tokens(prompt, model.vocab_size, param)
     return prompts
 
 

@@ -30,17 +30,24 @@ def build_submits(
     end_tokens: Sequence[int] = (),
     grammar: str = "",
     banned: Collection[int] = (),
+    prompt_logprobs: int | None = None,
 ) -> list[Submit]:
     """Returns a Submit per prompt, complete but for the request id.
 
     `max_tokens` None: as many as the model's length leaves. `end_tokens` end an answer beside the model's
-    own; `grammar` is what each choice must fit; `banned` tokens do not come. Raises ApiError 400 for a
+    own; `grammar` is what each choice must fit; `banned` tokens do not come; `prompt_logprobs` are the
+    alternatives for each token of the prompts, if those are to be told. Raises ApiError 400 for a
     prompt that does not fit, a token that does not exist, or more choices than an engine runs.
     """
-    count = fields.n or 1
+    count = fields.drawn_choices
     if 0 < model.info.max_num_seqs < count:
-        message = f"'n' is {count}, but the engine runs at most {model.info.max_num_seqs} choices at once."
-        raise invalid_request(message, param="n")
+        name = "n" if count == (fields.n or 1) else "best_of"
+        message = (
+            f"'{name}' is {count}, but the engine runs at most {model.info.max_num_seqs} choices at once."
+        )
+        raise invalid_request(message, param=name)
+    if count > (fields.n or 1) and logprobs is None:
+        logprobs = 0  # to tell the best by
     sampling = _sampling(fields, model.vocab_size, logprobs, banned)
     stop_tokens = list(dict.fromkeys(fields.stop_token_ids or ()))
     check_tokens(stop_tokens, model.vocab_size, "stop_token_ids")
@@ -57,7 +64,7 @@ def build_submits(
                 param="min_tokens",
             )
         choices = range(index * count, (index + 1) * count)
-        digest, start = _adapter_for(prompt, model)
+        digest, start = adapter_for(prompt, model)
         submits.append(
             Submit(
                 prompt_tokens=prompt,
@@ -74,14 +81,11 @@ def build_submits(
                 stop_token_ids=stop_tokens,
                 ignore_eos=bool(fields.ignore_eos),
                 grammar=grammar,
+                prompt_logprobs=prompt_logprobs,
+                prompt_only=limit == 0,
             )
         )
     return submits
-
-
-def check_prompt_tokens(prompt: Sequence[int], model: ResolvedModel) -> None:
-    """Raises ApiError 400 when a client's own token ids are not in the vocabulary."""
-    check_tokens(prompt, model.vocab_size, "prompt")
 
 
 def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:
@@ -95,7 +99,7 @@ def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:
 
 
 def _limit(prompt_tokens: int, max_model_len: int, max_tokens: int | None) -> int:
-    """Returns how many tokens to generate at most, at least one."""
+    """Returns how many tokens to generate at most: at least one, unless none are wanted."""
     room = max_model_len - prompt_tokens
     if room < 1:
         raise too_long(prompt_tokens, max_model_len)
@@ -112,7 +116,7 @@ def _limit(prompt_tokens: int, max_model_len: int, max_tokens: int | None) -> in
     return max_tokens
 
 
-def _adapter_for(prompt: Sequence[int], model: ResolvedModel) -> tuple[bytes, int]:
+def adapter_for(prompt: Sequence[int], model: ResolvedModel) -> tuple[bytes, int]:
     """Returns the digest of the adapter that runs this prompt, empty for none, and the first position that it
     applies to. An activated adapter whose invocation does not occur leaves the prompt to the base model.
     """

@@ -14,10 +14,13 @@ import orjson
 from fastapi import Request, Response
 
 from gateway.auth import Principal
+from gateway.best_of import best_choices
 from gateway.deadlines import deadline_of
+from gateway.echo import Echo
 from gateway.errors import ApiError, unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
 from gateway.origin import origin_of
+from gateway.reasoning import Reasoning
 from gateway.resolve import ResolvedModel
 from gateway.schemas.generation import GenerationFields
 from gateway.services import Services
@@ -34,8 +37,8 @@ _LEAST_LOGPROB = -9999.0
 class AnswerFormat(Protocol):
     """How an answer looks on one route."""
 
-    def opening(self) -> bytes:
-        """Returns the chunks that go before any text."""
+    def opening(self, usage: Usage) -> bytes:
+        """Returns the chunks that go before any text; `usage` is the prompt's."""
         ...
 
     def chunk(self, piece: Piece) -> bytes:
@@ -62,10 +65,13 @@ async def generate(
     tokenizer: ModelTokenizer,
     route: str,
     shown: frozenset[int] = frozenset(),
+    reasoning: Reasoning | None = None,
+    echo: Echo | None = None,
 ) -> Response:
     """Runs the submits of a body, if the caller's limits allow it, and answers in its form.
 
-    `route` is for the metrics and the ledger; `shown` are special tokens that the form is to see.
+    `route` is for the metrics and the ledger; `shown` are special tokens that the form is to see, and
+    `reasoning` says that some of an answer may be thought; `echo` puts the prompts before their answers.
     Raises ApiError as `Admissions.admit` and `answer`.
     """
     services: Services = request.app.state.services
@@ -89,6 +95,9 @@ async def generate(
         tokenizer=tokenizer,
         stops=body.stop_strings,
         shown=shown,
+        reasoning=reasoning,
+        keep_stop=bool(body.include_stop_str_in_output),
+        echo=echo,
         metrics=services.metrics.request(caller.tenant_id, model.adapter_name, origin.route),
         admission=admission,
         ledger=services.ledger,
@@ -102,6 +111,8 @@ async def generate(
             choices=choices,
             stream=bool(body.stream),
             include_usage=body.include_usage,
+            keep=body.n or 1,
+            of=body.drawn_choices,
         )
     except ApiError as error:
         error.headers = {**admission.headers, **(error.headers or {})}
@@ -118,13 +129,16 @@ async def answer(
     choices: int,
     stream: bool,
     include_usage: bool,
+    keep: int,
+    of: int,
 ) -> Response:
-    """Runs a generation to its end, or until the client goes.
+    """Runs a generation to its end, or until the client goes. It has `of` choices for each prompt, of which
+    the best `keep` are the answer; a stream has all of them.
     Raises ApiError for what fails before the first token.
     """
     try:
         if not stream:
-            return await _answer_whole(request, generation, form, choices)
+            return await _answer_whole(request, generation, form, choices, keep=keep, of=of)
         events = _events(generation, form, include_usage)
         async with DisconnectWatch(request.receive, generation.close):
             first = await anext(events)
@@ -134,7 +148,7 @@ async def answer(
 
 
 async def _answer_whole(
-    request: Request, generation: Generation, form: AnswerFormat, choices: int
+    request: Request, generation: Generation, form: AnswerFormat, choices: int, *, keep: int, of: int
 ) -> Response:
     collected: list[list[Piece]] = [[] for _ in range(choices)]
     with generation:
@@ -144,6 +158,8 @@ async def _answer_whole(
                     collected[piece.choice].append(piece)
     if not generation.complete:
         return Response(status_code=499)  # nginx's number for a client that has gone; nobody reads it
+    if keep < of:
+        collected = best_choices(collected, [*map(generation.mean_logprob, range(choices))], of=of, keep=keep)
     return Response(orjson.dumps(form.whole(collected, generation.usage)), media_type="application/json")
 
 
@@ -151,7 +167,7 @@ async def _events(generation: Generation, form: AnswerFormat, include_usage: boo
     """Yields each write of a stream but the closing mark. The generation ends with this generator."""
     with generation:
         await generation.start()
-        yield form.opening()
+        yield form.opening(generation.usage)
         while pieces := await generation.next():
             yield b"".join([form.chunk(piece) for piece in pieces])
         if include_usage:

@@ -8,21 +8,20 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate, head, token_text, tokens_of
+from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, head, token_text, tokens_of
 from gateway.api.chat_calls import CallReader
+from gateway.api.converse import converse, model_for
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
 from gateway.generation import Piece, TokenInfo, Usage
-from gateway.prompts import chat_prompt
 from gateway.resolve import ResolvedModel
 from gateway.schemas.answers import ChatCompletion, ChatCompletionChunk
 from gateway.schemas.chat import ChatRequest
 from gateway.services import Services
 from gateway.sse import event
-from gateway.submission import build_submits
 from gateway.tokenizer import ModelTokenizer
-from gateway.tools.plan import ToolPlan, plan_tools
+from gateway.tools.plan import ToolPlan
 
 router = APIRouter(tags=["inference"])
 
@@ -42,41 +41,21 @@ async def create_chat_completion(
     services: Services = request.app.state.services
     services.admissions.refuse_spent(caller)
     body = await read_json(request, ChatRequest)
-    model = await services.models.resolve(body.model, caller, user=body.user)
-    services.admissions.refuse_spent(caller, model.adapter_name)
-    services.models.announce(model)
-    tokenizer = await services.own_tokenizers.of(model)
-    plan = await plan_tools(body.tool_use, body, tokenizer)
-    prompt = await chat_prompt(body, tokenizer, model, services.templates)
-    submits = build_submits(
-        body,
-        [prompt],
-        model=model,
-        caller=caller,
-        max_tokens=body.token_limit,
-        logprobs=body.wanted_logprobs,
-        end_tokens=tokenizer.end_tokens,
-        grammar=plan.grammar,
-        banned=plan.banned,
-    )
-    form = ChatFormat(
-        model,
-        body.n or 1,
-        tokenizer,
-        plan,
-        logprobs=bool(body.logprobs),
-        include_usage=body.include_usage,
-    )
-    return await generate(
-        request,
-        body,
-        form,
-        submits,
-        caller=caller,
-        model=model,
-        tokenizer=tokenizer,
-        route="chat",
-        shown=plan.shown,
+    model, tokenizer = await model_for(request, caller, body.model, body.user)
+
+    def form_of(plan: ToolPlan) -> ChatFormat:
+        return ChatFormat(
+            model,
+            body.n or 1,
+            tokenizer,
+            plan,
+            logprobs=bool(body.logprobs),
+            include_usage=body.include_usage,
+            include_reasoning=body.include_reasoning,
+        )
+
+    return await converse(
+        request, body, form_of, caller=caller, model=model, tokenizer=tokenizer, route="chat"
     )
 
 
@@ -92,12 +71,14 @@ class ChatFormat:
         *,
         logprobs: bool,
         include_usage: bool,
+        include_reasoning: bool,
     ) -> None:
         self._head = head("chatcmpl", "chat.completion", model)
         self._chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._choices = choices
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self._reasoning = include_reasoning
         parsers = [plan.parser() for _ in range(choices)]
         self._calls = [CallReader(parser) for parser in parsers if parser is not None]  # none, or all
         # A stream that ends with usage says `null` before. The text is put between two parts made once.
@@ -113,27 +94,19 @@ class ChatFormat:
         start = orjson.dumps(self._chunk_head)[:-1]
         return b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (start, index)
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """See AnswerFormat: the role, for each choice."""
         delta = {"role": "assistant", "content": None if self._calls else "", "refusal": None}
         return b"".join(self._event(index, delta, None, None) for index in range(self._choices))
 
     def chunk(self, piece: Piece) -> bytes:
         """See AnswerFormat: text and the reason for the end are chunks of their own."""
-        if self._calls:
-            return self._chunk_with_calls(piece)
-        data = b""
-        if piece.tokens:
-            data = self._event(piece.choice, {"content": piece.text}, self._logprobs_of(piece.tokens), None)
-        elif piece.text:
-            data = self._before[piece.choice] + orjson.dumps(piece.text) + self._after
-        if piece.finish_reason is not None:
-            data += self._event(piece.choice, {}, None, piece.finish_reason)
-        return data
-
-    def _chunk_with_calls(self, piece: Piece) -> bytes:
-        calls = self._calls[piece.choice]
-        deltas = calls.of(piece.text, piece.finish_reason)
+        if not (piece.tokens or piece.reasoning or self._calls):
+            data = self._before[piece.choice] + orjson.dumps(piece.text) + self._after if piece.text else b""
+            if piece.finish_reason is not None:
+                data += self._event(piece.choice, {}, None, piece.finish_reason)
+            return data
+        deltas, reason = self._deltas(piece)
         logprobs = self._logprobs_of(piece.tokens) if piece.tokens else None
         if logprobs and not deltas:
             deltas = [{}]
@@ -141,9 +114,21 @@ class ChatFormat:
         for delta in deltas:
             data += self._event(piece.choice, delta, logprobs, None)
             logprobs = None  # all with the first
-        if piece.finish_reason is not None:
-            data += self._event(piece.choice, {}, None, calls.reason_of(piece.finish_reason))
+        if reason is not None:
+            data += self._event(piece.choice, {}, None, reason)
         return data
+
+    def _deltas(self, piece: Piece) -> tuple[list[dict[str, Any]], str | None]:
+        """Returns what is new of a message, and the reason to tell for its end."""
+        deltas: list[dict[str, Any]] = [_thought(piece.reasoning)] if self._shows(piece.reasoning) else []
+        if not self._calls:
+            return deltas + ([{"content": piece.text}] if piece.text else []), piece.finish_reason
+        calls = self._calls[piece.choice]
+        deltas += calls.of(piece.text, piece.finish_reason)
+        return deltas, calls.reason_of(piece.finish_reason)
+
+    def _shows(self, reasoning: str) -> bool:
+        return self._reasoning and bool(reasoning)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """See AnswerFormat."""
@@ -160,6 +145,9 @@ class ChatFormat:
             message, reason = self._calls[index].whole(text, reason)
         else:
             message = {"role": "assistant", "content": text, "refusal": None}
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        if self._shows(reasoning):
+            message |= _thought(reasoning)
         return {
             "index": index,
             "message": message,
@@ -177,6 +165,7 @@ class ChatFormat:
         return {"content": [self._token_logprobs(token) for token in tokens], "refusal": None}
 
     def _token_logprobs(self, token: TokenInfo) -> dict[str, Any]:
+        assert token.logprobs is not None, "only a prompt's first token has none"
         top = zip(token.logprobs.top_tokens, token.logprobs.top_logprobs, strict=True)
         return self._entry(token.token, token.logprobs.chosen) | {
             "top_logprobs": [self._entry(other, logprob) for other, logprob in top]
@@ -188,3 +177,8 @@ class ChatFormat:
             "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
+
+
+def _thought(reasoning: str) -> dict[str, Any]:
+    """Returns what a message, or a delta, has beside its content: by the names of DeepSeek and of others."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}

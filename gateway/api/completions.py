@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -11,9 +12,10 @@ from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
+from gateway.echo import Echo, echoed_prompt
 from gateway.generation import Piece, TokenInfo, Usage
 from gateway.grammars import grammar_of
-from gateway.prompts import completion_prompts
+from gateway.prompts import prompts_of
 from gateway.resolve import ResolvedModel
 from gateway.schemas.answers import TextCompletion, TextCompletionChunk
 from gateway.schemas.completion import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -21,6 +23,7 @@ from gateway.services import Services
 from gateway.sse import event
 from gateway.submission import build_submits
 from gateway.tokenizer import ModelTokenizer
+from protos.engine_pb2 import TokenLogprobs
 
 router = APIRouter(tags=["inference"])
 
@@ -44,7 +47,7 @@ async def create_completion(
     services.admissions.refuse_spent(caller, model.adapter_name)
     services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
-    prompts = await completion_prompts(body, tokenizer, model)
+    prompts = await prompts_of(body.prompts, tokenizer, model)
     submits = build_submits(
         body,
         prompts,
@@ -54,19 +57,35 @@ async def create_completion(
         logprobs=body.logprobs,
         end_tokens=tokenizer.end_tokens,
         grammar=await grammar_of(body),
+        prompt_logprobs=body.logprobs if body.echo else None,
     )
     choices = len(prompts) * (body.n or 1)
     form = CompletionFormat(
         model, choices, tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
     )
     return await generate(
-        request, body, form, submits, caller=caller, model=model, tokenizer=tokenizer, route="completions"
+        request,
+        body,
+        form,
+        submits,
+        caller=caller,
+        model=model,
+        tokenizer=tokenizer,
+        route="completions",
+        echo=_echo_of(body, prompts, tokenizer) if body.echo else None,
     )
 
 
 def _limit_of(body: CompletionRequest) -> int:
     """OpenAI's default of 16 tokens gives way to a larger `min_tokens`."""
-    return body.max_tokens or max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
+    return max(DEFAULT_MAX_TOKENS, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
+
+
+def _echo_of(body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: ModelTokenizer) -> Echo:
+    echoed = [
+        echoed_prompt(given, tokens, tokenizer) for given, tokens in zip(body.prompts, prompts, strict=True)
+    ]
+    return Echo(echoed, body.drawn_choices, with_logprobs=body.logprobs is not None)
 
 
 class CompletionFormat:
@@ -96,7 +115,7 @@ class CompletionFormat:
             + b"}\n\n"
         )
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """See AnswerFormat: nothing goes before the text."""
         return b""
 
@@ -126,12 +145,18 @@ class CompletionFormat:
     def _logprobs_of(self, tokens: list[TokenInfo]) -> dict[str, Any]:
         return {
             "tokens": [token_text(self._tokenizer, token.token) for token in tokens],
-            "token_logprobs": [finite(token.logprobs.chosen) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "token_logprobs": [token.logprobs and finite(token.logprobs.chosen) for token in tokens],
+            "top_logprobs": [token.logprobs and self._top(token.token, token.logprobs) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
 
-    def _top(self, token: TokenInfo) -> dict[str, float]:
-        """Returns the alternatives by text. Of different tokens with one text, the most likely counts."""
-        pairs = list(zip(token.logprobs.top_tokens, token.logprobs.top_logprobs, strict=True))
-        return {token_text(self._tokenizer, other): finite(logprob) for other, logprob in reversed(pairs)}
+    def _top(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """Returns the alternatives by text, and the token itself, as OpenAI does. Of different tokens with
+        one text, the most likely counts.
+        """
+        pairs = [*zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True), (token, logprobs.chosen)]
+        found: dict[str, float] = {}
+        for other, logprob in pairs:
+            text = token_text(self._tokenizer, other)
+            found[text] = max(finite(logprob), found.get(text, finite(logprob)))
+        return found

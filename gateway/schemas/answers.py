@@ -48,6 +48,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(ge=0, description="Those that the prefix cache saved.")]
 
 
+class CompletionTokensDetails(TypedDict):
+    """Of the tokens of an answer."""
+
+    reasoning_tokens: Annotated[int, Field(ge=0, description="Those that were thought, marks included.")]
+
+
 class Usage(TypedDict):
     """Tokens of a request, over all its choices."""
 
@@ -55,6 +61,7 @@ class Usage(TypedDict):
     completion_tokens: Annotated[int, Field(ge=0)]
     total_tokens: Annotated[int, Field(ge=0)]
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class TokenLogprob(TypedDict):
@@ -100,6 +107,8 @@ class AssistantMessage(TypedDict):
     content: Annotated[str | None, Field(description="Null where there is none, with `tools`.")]
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[Annotated[str, Field(description="What the model thought before.")]]
+    reasoning: NotRequired[Annotated[str, Field(description="The same.")]]
 
 
 class ChatChoice(TypedDict):
@@ -146,6 +155,8 @@ class ChatDelta(TypedDict):
     content: NotRequired[str | None]
     refusal: NotRequired[None]
     tool_calls: NotRequired[list[ToolCallDelta]]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
 
 
 class ChatChunkChoice(TypedDict):
@@ -173,8 +184,10 @@ class TextLogprobs(TypedDict):
     """Logprobs of a text completion's tokens, item by item."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: Annotated[
+        list[float | None], Field(description="Null for the first of a prompt, with `echo`.")
+    ]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

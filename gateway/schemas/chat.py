@@ -42,6 +42,10 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = Field(
         None, min_length=1, max_length=256, description="The call whose result a tool's message is."
     )
+    reasoning_content: str | None = Field(
+        None, description="What the assistant thought, for templates that show it."
+    )
+    reasoning: str | None = Field(None, description="Another name for `reasoning_content`.")
     parsed: Any = Field(None, description="Left there by clients that parse; changes nothing.")
     refusal: Unsupported = None
     annotations: Unsupported = None
@@ -52,6 +56,8 @@ class ChatMessage(StrictModel):
     def _fits_its_role(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise fault("tool_calls", "only an assistant's message may have it")
+        if self.thought and self.role != "assistant":
+            raise fault("reasoning_content", "only an assistant's message may have it")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             reason = (
                 "a tool's message needs it" if self.role == "tool" else "only a tool's message may have it"
@@ -68,6 +74,11 @@ class ChatMessage(StrictModel):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
 
+    @property
+    def thought(self) -> str | None:
+        """What the assistant thought, by either name."""
+        return self.reasoning_content or self.reasoning
+
     def for_template(self) -> dict[str, Any]:
         """Returns what the chat template sees. A developer is the system; arguments are as they came."""
         message: dict[str, Any] = {
@@ -76,6 +87,8 @@ class ChatMessage(StrictModel):
         }
         if self.name is not None:
             message["name"] = self.name
+        if self.thought:
+            message["reasoning_content"] = self.thought
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -159,6 +172,7 @@ class ChatRequest(Conversation, StructureFields):
         description="Whether tools are called: `auto` by default, `none`, `required`, or one by its name.",
     )
     parallel_tool_calls: bool | None = Field(True, description="Whether an answer may have several calls.")
+    include_reasoning: bool = Field(True, description="Give what the model thought before its answer.")
     # Accepted, since they do not change the answer.
     store: bool | None = Field(None, description=_NO_CHANGE)
     service_tier: Literal["auto", "default"] | None = Field(None, description=_NO_CHANGE)
@@ -198,6 +212,11 @@ class ChatRequest(Conversation, StructureFields):
             named,
             parallel=self.parallel_tool_calls is not False,
         )
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text of the message that is to be continued; None where there is none."""
+        return self.messages[-1].text if self.continue_final_message else None
 
     @property
     def token_limit(self) -> int | None:

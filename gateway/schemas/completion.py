@@ -37,18 +37,36 @@ class CompletionRequest(StructureFields):
     prompt: str | Tokens | Annotated[list[str], _Several] | Annotated[list[Tokens], _Several] = Field(
         description="A text, token ids, or a list of either."
     )
+    max_tokens: int | None = Field(
+        None, ge=0, description="Most tokens of a choice; 16 by default, and none only with `echo`."
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives a token.")
-    best_of: int | None = Field(None, description="Only the same as `n`.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Generate so many, and give the `n` most likely by the mean over their tokens.",
+    )
+    echo: bool | None = Field(None, description="Begin each choice with its prompt, its logprobs included.")
     suffix: Unsupported = None
-    echo: Unsupported = None
 
     @model_validator(mode="after")
     def _completion_fields_agree(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise fault("best_of", "'best_of' other than 'n' is not supported by this server")
-        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
-            raise fault("n", f"prompts times 'n' must be at most {MAX_CHOICES}")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise fault("best_of", "it must be at least 'n'")
+        if self.stream and self.drawn_choices > (self.n or 1):
+            raise fault("best_of", "only at the end it is known which are the best: it excludes 'stream'")
+        if len(self.prompts) * self.drawn_choices > MAX_CHOICES:
+            name = "n" if self.best_of is None else "best_of"
+            raise fault(name, f"prompts times '{name}' must be at most {MAX_CHOICES}")
+        if self.max_tokens == 0 and not self.echo:
+            raise fault("max_tokens", "it may be 0 only with 'echo': true")
         return self
+
+    @property
+    def drawn_choices(self) -> int:
+        """See GenerationFields."""
+        return self.best_of or self.n or 1
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -143,6 +143,9 @@ class GenerationFields(StrictModel):
         description="By token id, what is added to its logit.",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
     )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Let the text end with the stop string that has ended it, not before."
+    )
     ignore_eos: bool | None = Field(None, description="Go on past the model's own end tokens.")
     stop_token_ids: Annotated[list[TokenId] | None, AtMost(64)] = Field(
         None, description="Further end tokens."
@@ -173,6 +176,11 @@ class GenerationFields(StrictModel):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def drawn_choices(self) -> int:
+        """How many answers are generated for each prompt; at least those that it gets."""
+        return self.n or 1
 
     @property
     def open_ended(self) -> bool:

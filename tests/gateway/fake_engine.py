@@ -61,6 +61,7 @@ TOKENIZER_FILES = {
     "chat_template.jinja": CHAT_TEMPLATE.encode(),
 }
 VOCAB_SIZE = 512
+HIDDEN_SIZE = 8
 SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
 
 
@@ -85,6 +86,13 @@ def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
         return EOS
     # Half of the tokens are single bytes, most of them no characters by themselves.
     return value % 256 if value % 2 else 258 + value % 204
+
+
+def prompt_vector(request: pb.Submit) -> bytes:
+    """A vector that depends on the prompt, the adapter and the pooling, and is not of length 1."""
+    data = repr((list(request.prompt_tokens), request.adapter_digest, request.pooling)).encode()
+    numbers = hashlib.blake2b(data, digest_size=HIDDEN_SIZE).digest()
+    return struct.pack(f"<{HIDDEN_SIZE}f", *(number - 127.5 for number in numbers))
 
 
 @dataclass
@@ -151,7 +159,7 @@ class FakeEngine(EngineServicer):
         return pb.ModelInfo(
             name=self.model, digest=self.digest, architecture="LlamaForCausalLM", vocab_size=VOCAB_SIZE,
             max_model_len=self.max_model_len, num_layers=2, eos_token_ids=[EOS], max_lora_rank=64,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=self.max_num_seqs, pooling=pb.POOLING_MEAN, hidden_size=HIDDEN_SIZE,
             modules=[pb.LinearModule(name="q_proj", in_features=8, out_features=8)],
         )  # fmt: skip
 
@@ -236,13 +244,22 @@ class FakeEngine(EngineServicer):
                 finished=[_finished(request_id, i, pb.FINISH_REASON_ERROR, error) for i in indexes]
             )
         self._count(submit)[0] += 1
+        started = pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)
+        message = pb.LinkResponse(started=[started])
+        if submit.HasField("prompt_logprobs"):
+            message.prompt_logprobs.extend(_prompt_logprobs(submit))
+        if submit.pooling:
+            message.embeddings.add(request_id=request_id, values=prompt_vector(submit))
+            message.finished.append(_finished(request_id, 0, pb.FINISH_REASON_STOP, ""))
+            return message
+        if submit.prompt_only:
+            message.finished.extend(_finished(request_id, i, pb.FINISH_REASON_LENGTH, "") for i in indexes)
+            return message
         for index in indexes:
             ends_at = time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else math.inf
             choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens), ends_at)
             choices[request_id, index] = self.running[request_id, index] = choice
-        return pb.LinkResponse(
-            started=[pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)]
-        )
+        return message
 
     def _token(self, choice: Choice) -> int:
         if not self.scripts:
@@ -264,15 +281,7 @@ class FakeEngine(EngineServicer):
             message.choices.append(key[1])
             message.tokens.append(token)
             if any_logprobs:
-                top = [token, (token + 1) % VOCAB_SIZE, (token + 2) % VOCAB_SIZE]
-                count = choice.request.sampling.logprobs
-                message.logprobs.append(
-                    pb.TokenLogprobs(
-                        chosen=-(token % 7) / 4,
-                        top_tokens=top[:count],
-                        top_logprobs=[-0.25, -1.5, float("-inf")][:count],
-                    )
-                )
+                message.logprobs.append(_logprobs(token, choice.request.sampling.logprobs))
             stopped = token in choice.request.stop_token_ids or (
                 token == EOS and not choice.request.ignore_eos
             )
@@ -284,6 +293,22 @@ class FakeEngine(EngineServicer):
                 del choices[key]
                 self.running.pop(key, None)
         return message
+
+
+def _logprobs(token: int, count: int) -> pb.TokenLogprobs:
+    top = [token, (token + 1) % VOCAB_SIZE, (token + 2) % VOCAB_SIZE]
+    return pb.TokenLogprobs(
+        chosen=-(token % 7) / 4, top_tokens=top[:count], top_logprobs=[-0.25, -1.5, float("-inf")][:count]
+    )
+
+
+def _prompt_logprobs(submit: pb.Submit) -> list[pb.PromptLogprobs]:
+    """In parts of three tokens."""
+    told = [_logprobs(token, submit.prompt_logprobs) for token in submit.prompt_tokens[1:]]
+    return [
+        pb.PromptLogprobs(request_id=submit.request_id, start=1 + at, tokens=told[at : at + 3])
+        for at in range(0, len(told), 3)
+    ]
 
 
 def _finished(request_id: int, choice: int, reason: pb.FinishReason, error: str) -> pb.Finished:
