@@ -24,10 +24,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
-from engine.adapter_counters import AdapterHistory
 from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
 from engine.adapter_tiers import MAX_LOADS, AdapterTiers, LoadFailed
 from engine.host_copy import HostCopy
@@ -35,6 +33,7 @@ from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
 from engine.scheduler.claims import Claim, make_claim
 from engine.scheduler.load_bills import LoadBills
+from engine.scheduler.residents import memory, residency, status
 from engine.scheduler.turns import Leaving
 from engine.step import StepAdapter
 
@@ -282,29 +281,11 @@ class AdapterGate:
 
     def residency(self) -> dict[bytes, Residency]:
         """The fastest tier of each adapter in host or device memory."""
-        return {
-            **dict.fromkeys(self._tiers.held(), Residency.HOST),
-            **dict.fromkeys(self._pages.residents(), Residency.DEVICE),
-        }
+        return residency(self._pages, self._tiers)
 
     def status(self, digest: bytes) -> AdapterStatus:
         """One adapter, wherever it is; what is not in memory is said to be nowhere."""
-        history = replace(self._counters.histories.get(digest, AdapterHistory()))
-        adapter = self._pages.resident(digest)
-        if adapter is not None:
-            return AdapterStatus(
-                digest,
-                Residency.DEVICE,
-                rank=adapter.rank,
-                num_pages=len(adapter.pages),
-                references=self._pages.references(digest),
-                is_pinned=digest in self._pages.pinned(),
-                history=history,
-            )
-        copy = self._tiers.held().get(digest)
-        if copy is not None:
-            return AdapterStatus(digest, Residency.HOST, rank=copy.rank, history=history)
-        return AdapterStatus(digest, Residency.NONE, history=history)
+        return status(self._pages, self._tiers, digest)
 
     def statuses(self) -> list[AdapterStatus]:
         """Every adapter in host or device memory."""
@@ -312,13 +293,7 @@ class AdapterGate:
 
     def memory(self) -> AdapterMemory:
         """How full the tiers are, and what has happened in them."""
-        return AdapterMemory(
-            self._pages.num_pages,
-            self._pages.num_free,
-            self._pages.num_pinned,
-            self._tiers.host_bytes,
-            self._counters.snapshot(),
-        )
+        return memory(self._pages, self._tiers)
 
     def check(self, users: list[bytes]) -> None:
         """Asserts the invariants of pages and tiers. ``users``: the adapter of each sequence that has one."""
