@@ -44,7 +44,7 @@ types: $(READY) ## pyright, tests included
 check: lint types test ## what CI runs
 
 protos: $(READY) ## regenerate the stubs from protos/*.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
 
 bench: $(READY) ## time the whole stack on this machine; writes JSON into benchmarks/results
 	$(BIN)/python benchmarks/stack.py

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -61,10 +61,16 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_services(settings) as services:
-            app.state.services = services
-            async with running_batches(services, InnerCalls(app, _DIRECT)):
-                yield
+        async with AsyncExitStack() as stack:
+            services = await stack.enter_async_context(open_services(settings))
+            app.state.services, calls = services, InnerCalls(app, _DIRECT)
+            await stack.enter_async_context(running_batches(services, calls))
+            if settings.grpc_port is not None:
+                from gateway.public_grpc.server import serving_grpc  # here, since few gateways need it
+
+                serving = serving_grpc(app, calls, host=settings.host, port=settings.grpc_port)
+                app.state.grpc_port = await stack.enter_async_context(serving)
+            yield
 
     app = DescribedApp(
         title="Loraplex",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
@@ -81,7 +81,7 @@ class InnerCall:
             response.status_code, bytes(response.body), dict(response.headers), self.request_id
         )
 
-    async def events(self) -> AsyncIterator[InnerAnswer | bytes]:
+    async def events(self) -> AsyncGenerator[InnerAnswer | bytes]:
         """Runs a streamed call: yields the JSON of each event but the last, which says only that it ends.
 
         What fails before the first event is one `InnerAnswer`, and so is an answer that is no stream.
@@ -116,6 +116,16 @@ class InnerCall:
             await asyncio.wait([running])
 
     async def _respond(self) -> Response:
+        """The route's response. A caller that is cancelled meanwhile ends the call as a client that goes."""
+        responding = asyncio.ensure_future(self._run())
+        try:
+            return await asyncio.shield(responding)
+        finally:
+            if not responding.done():
+                self.close()
+                await asyncio.wait([responding])
+
+    async def _run(self) -> Response:
         request = Request(self._scope, self._receive)
         try:
             return await self._endpoint(request, self._caller)

@@ -38,6 +38,12 @@ class GatewaySettings(BaseSettings):
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one."
     )
+    grpc_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of the gRPC service for clients, on the same address; without it, there is none.",
+    )
     redis_url: Annotated[str, AfterValidator(_check_redis_url)] = Field(
         default="redis://127.0.0.1:6380/0",
         description="Redis or Valkey that holds tenants, keys, adapters and engines.",

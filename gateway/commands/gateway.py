@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +28,9 @@ _SHUTDOWN_S = 10
 def gateway(
     host: Annotated[str | None, typer.Option(help="Address to bind. Default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind. Default 8000.")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Port of the gRPC service for clients. Default none.")
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis or Valkey to use.")] = None,
     store: Annotated[
         str | None,
@@ -39,13 +43,22 @@ def gateway(
 ) -> None:
     """Run a gateway: the OpenAI API, tenants and keys in front of the engines.
 
-    Each flag may come from the environment instead, as LORAPLEX_HOST, LORAPLEX_PORT, LORAPLEX_REDIS_URL,
-    LORAPLEX_STORE and LORAPLEX_JOURNAL. The first gateway on an empty Redis prints the operator's key, unless
-    LORAPLEX_OPERATOR_KEY holds one.
+    Each flag may come from the environment instead, as LORAPLEX_HOST, LORAPLEX_PORT, LORAPLEX_GRPC_PORT,
+    LORAPLEX_REDIS_URL, LORAPLEX_STORE and LORAPLEX_JOURNAL. The first gateway on an empty Redis prints the
+    operator's key, unless LORAPLEX_OPERATOR_KEY holds one.
     """
     memory.share_one_heap()
+    # One text needs one thread: tokenizers would hand it to a pool's and wait, which takes as long again.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.disable()  # it would look for garbage among what is imported, over and over: see `_started`
-    given = {"host": host, "port": port, "redis_url": redis_url, "store": store, "journal": journal}
+    given = {
+        "host": host,
+        "port": port,
+        "grpc_port": grpc_port,
+        "redis_url": redis_url,
+        "store": store,
+        "journal": journal,
+    }
     settings = _settings({key: value for key, value in given.items() if value is not None})
     _check_store(settings)
     import uvloop

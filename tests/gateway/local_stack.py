@@ -40,6 +40,8 @@ class LocalStack:
     engines: list[FakeEngine] = field(default_factory=list)
     resume_timeout_s: float = 5.0
     operator_key: str | None = None
+    grpc: bool = False
+    """Whether it serves gRPC, too: on `grpc_address`."""
 
     def start(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -66,6 +68,7 @@ class LocalStack:
             resume_timeout_s=self.resume_timeout_s,
             operator_key=SecretStr(self.operator_key) if self.operator_key else None,
             port=0,
+            grpc_port=0 if self.grpc else None,
         )  # type: ignore[call-arg]
         self.app = create_app(settings)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -80,6 +83,10 @@ class LocalStack:
         await self._serving
         for engine in self.engines:
             await engine.stop()
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.app.state.grpc_port}"
 
     def wait_ready(self) -> None:
         wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, "the gateway is ready")

@@ -1,0 +1,1 @@
+"""The gRPC service for clients, `protos/loraplex.proto`: the HTTP API's inference in other clothes."""

