@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from tests.e2e.clients.conftest import CALLING, PLAIN, Account
 from tests.e2e.processes import START_S
@@ -136,7 +136,7 @@ def test_a_round_trip_with_tools(messages: Anthropic) -> None:
 class Place(BaseModel):
     """What an answer is parsed as."""
 
-    name: str = Field(max_length=4)
+    name: Literal["日本", "🙂"]
     warm: bool
 
 
@@ -152,10 +152,8 @@ def test_errors_are_the_client_s_own(messages: Anthropic, account: Account) -> N
     with pytest.raises(anthropic.BadRequestError, match="maximum context length is 2304") as caught:
         messages.messages.create(model=PLAIN, **arguments | {"max_tokens": 2304})
     assert caught.value.request_id and caught.value.request_id.startswith("req_")
-    with (
-        messages.with_options(api_key="lpx_nobody_nothing") as nobody,
-        pytest.raises(anthropic.AuthenticationError),
-    ):
+    nobody = messages.with_options(api_key="lpx_nobody_nothing")
+    with pytest.raises(anthropic.AuthenticationError):
         nobody.messages.create(model=PLAIN, **arguments)
     raw = messages.messages.with_raw_response.create(model=PLAIN, **arguments)
     assert raw.headers["request-id"] == raw.parse()._request_id
