@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -130,6 +130,26 @@ def attention_plan(queries: Sequence[int], contexts: Sequence[int]) -> tuple[Att
         max_context_len=max(contexts),
     )
     return plan, sum(counts)
+
+
+def padded(plan: AttentionPlan, *, num_tokens: int, num_seqs: int) -> AttentionPlan:
+    """The plan with room for more, as a captured step has it."""
+    more_tokens = num_tokens - plan.slots.shape[0]
+    more_seqs = num_seqs - plan.context_lens.shape[0]
+
+    def longer(values: torch.Tensor, count: int, padding: int) -> torch.Tensor:
+        return torch.cat([values, values.new_full((count, *values.shape[1:]), padding)])
+
+    return replace(
+        plan,
+        query_starts=longer(plan.query_starts, more_seqs, int(plan.query_starts[-1])),
+        context_lens=longer(plan.context_lens, more_seqs, 0),
+        block_tables=longer(plan.block_tables, more_seqs, -1),
+        slots=longer(plan.slots, more_tokens, -1),
+        positions=longer(plan.positions, more_tokens, 0),
+        max_query_len=num_tokens,
+        max_context_len=8192,
+    )
 
 
 def kv_caches(num_blocks: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:

@@ -8,8 +8,17 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu_cases import GROUPS, NUM_HEADS, attention_plan, kv_caches, lora_case, make_pool
-from benchmarks.gpu_timing import relative_error
+from benchmarks.gpu_cases import (
+    GROUPS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    attention_plan,
+    kv_caches,
+    lora_case,
+    make_pool,
+    padded,
+)
+from benchmarks.gpu_timing import capture, relative_error
 from kernels import reference
 from kernels.gpu import linear as few_rows
 from kernels.gpu import lora
@@ -19,7 +28,8 @@ from kernels.gpu.lora_gated import lora_expand_silu_mul
 from kernels.gpu.norm import rms_norm
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
-from kernels.plans import LoraPool
+from kernels.paged_attention import prepare
+from kernels.plans import AttentionPlan, LoraPool
 from kernels.sampling_batch import SamplingBatch
 
 LIMIT = {torch.bfloat16: 4e-3, torch.float32: 2e-5}
@@ -111,6 +121,8 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
         "decode": ([1] * 40, list(range(1, 800, 20))),
         "decode in parts": ([1, 1, 1], [5000, 17, 1600]),
         "mixed": ([1, 200, 1, 64, 333], [600, 200, 17, 900, 1333]),
+        "a prompt beside few decodes": ([1] * 28 + [228], [*range(5, 700, 25), 484]),
+        "prompts beside many decodes": ([1] * 200 + [40, 3], [*range(1, 801, 4), 40, 515]),
     }
     for name, (queries, contexts) in batches.items():
         plan, num_blocks = attention_plan(queries, contexts)
@@ -122,11 +134,50 @@ def _attention(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
         )
         yield f"attention {name}", relative_error(got, want)
         angles = torch.randn(8192, 128, device="cuda")
+        if max(queries) > 1:
+            yield f"attention {name}, captured", _captured_attention(plan, torch.stack((k, v)), angles, dtype)
         caches, rotated = [k.double(), v.double()], qkv.double()
         rope_write_kv(qkv, angles, plan, k, v, num_heads=NUM_HEADS)
         reference.rope_write_kv(rotated, angles, plan, caches[0], caches[1], num_heads=NUM_HEADS)
         yield f"rope {name}", relative_error(qkv, rotated)
         yield f"kv write {name}", max(relative_error(k, caches[0]), relative_error(v, caches[1]))
+
+
+def _captured_attention(
+    plan: AttentionPlan, caches: torch.Tensor, angles: torch.Tensor, dtype: torch.dtype
+) -> float:
+    """The largest error of some layers in one graph, over one buffer of q, k, v, with room for more of all.
+
+    Decode starts before prefill has ended: it must not before rope has, nor see what was there before.
+    """
+    num_tokens = plan.slots.shape[0]
+    room = padded(plan, num_tokens=num_tokens + 300, num_seqs=256)
+    layers = torch.randn(4, num_tokens + 300, 6144, dtype=dtype, device="cuda")
+    layers[:, num_tokens:] = float("nan")
+    qkv, (k, v) = torch.empty_like(layers[0]), caches.clone()
+    outputs: list[torch.Tensor] = []
+
+    def work() -> None:
+        outputs.clear()
+        prepared = prepare(room, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, dtype=dtype)
+        for layer in layers:
+            qkv.copy_(layer)
+            rope_write_kv(qkv, angles, prepared, k, v, num_heads=NUM_HEADS)
+            outputs.append(paged_attention(qkv, k, v, prepared, num_heads=NUM_HEADS, scale=128**-0.5))
+
+    graph, wants = capture(work), []
+    rotated_k, rotated_v = caches.clone()
+    for layer in layers[:, :num_tokens].clone():
+        reference.rope_write_kv(layer, angles, plan, rotated_k, rotated_v, num_heads=NUM_HEADS)
+        wide = (layer.double(), rotated_k.double(), rotated_v.double())
+        wants.append(reference.paged_attention(*wide, plan, num_heads=NUM_HEADS, scale=128**-0.5))
+    errors = []
+    for _ in range(3):
+        for output in outputs:
+            output.fill_(float("nan"))
+        graph.replay()
+        errors += [relative_error(got[:num_tokens], want) for got, want in zip(outputs, wants, strict=True)]
+    return max(errors)
 
 
 def _elementwise(dtype: torch.dtype) -> Iterator[tuple[str, float]]:

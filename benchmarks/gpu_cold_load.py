@@ -42,6 +42,8 @@ NUM_DECODING, PROMPT, OUTPUT = 128, 512, 600
 COLD_PROMPTS = (16, 512)
 NUM_WARM, NUM_COLD, STEPS_BETWEEN = 8, 4, 60
 RANK = 16
+RESERVED = 2 << 30
+"""Bytes page-locked beforehand: more than all loads take, as long as an engine has some of its own left."""
 COLD = b"cold"
 
 
@@ -105,7 +107,7 @@ def _measure(bench: Bench, folder: Path) -> dict[str, float]:
     gate = AdapterGate(RankPages(64), tiers, bench.runner.write_adapter, bench.runner.drop_adapter)
     scheduler = Scheduler(bench.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
     loop = EngineLoop(scheduler, bench.runner, gate, news, overlap=True)
-    reserve_host_memory(bench.model.network, nbytes=512 << 20, max_rank=RANK)
+    reserve_host_memory(bench.model.network, nbytes=RESERVED, max_rank=RANK)
     warm = [b"warm-%d" % i for i in range(NUM_WARM)]
     preload(gate, warm)
     for i in range(NUM_DECODING):

@@ -8,6 +8,18 @@ from kernels import native, reference
 from kernels.plans import AttentionPlan
 
 
+def prepare(plan: AttentionPlan, *, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
+    """The plan, with whatever the device's kernels derive from it. Call once a step, before the first layer.
+
+    Without it every layer derives it again. Launches on the device of the plan, and may be captured.
+    """
+    if plan.context_lens.is_cuda:
+        from kernels.gpu import paged_attention as gpu
+
+        return gpu.prepare(plan, group=num_heads // num_kv_heads, dtype=dtype)
+    return plan
+
+
 def paged_attention(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,

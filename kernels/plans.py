@@ -22,6 +22,22 @@ GAIN_ROW, SHIFT_ROW = RANK_PAGE - 2, RANK_PAGE - 1
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """The work list that the GPU's attention makes of an ``AttentionPlan`` with more queries than one each.
+
+    Attributes:
+        decodes: int32 [S]. The sequences with one query, first of all.
+        tiles: int32 [K, 2]. A sequence, and its first query of up to ``tile_queries``.
+        counts: int32 [2]. How many of either there are.
+    """
+
+    decodes: torch.Tensor
+    tiles: torch.Tensor
+    counts: torch.Tensor
+    tile_queries: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Where each sequence's queries are in the batch, and where its keys and values are in the pool.
 
@@ -35,6 +51,7 @@ class AttentionPlan:
         positions: int64 [T]. Position of each token in its sequence.
         max_query_len: the longest query, on the host (1 in pure decode).
         max_context_len: the longest context, on the host.
+        work: see ``kernels.paged_attention.prepare``.
     """
 
     query_starts: torch.Tensor
@@ -44,6 +61,7 @@ class AttentionPlan:
     positions: torch.Tensor
     max_query_len: int
     max_context_len: int
+    work: AttentionWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from kernels.linear import PackedWeight, linear, pack_weight, unpack_weight
 from kernels.lora import add_lora, apply_vectors, prepare, silu_mul_add_lora
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
+from kernels.paged_attention import prepare as prepare_attention
 from kernels.plans import AttentionPlan, LoraPlan, LoraPool
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -168,7 +169,12 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, cache: KVCache, adapters: RankPagePool) -> torch.Tensor:
         """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values."""
-        batch = replace(batch, lora=prepare(batch.lora, batch.tokens.shape[0]))
+        heads = {"num_heads": self.config.num_heads, "num_kv_heads": self.config.num_kv_heads}
+        batch = replace(
+            batch,
+            lora=prepare(batch.lora, batch.tokens.shape[0]),
+            attention=prepare_attention(batch.attention, **heads, dtype=self.dtype),
+        )
         if batch.ends is None:
             x = embedding(batch.tokens, self._embeddings)
         else:

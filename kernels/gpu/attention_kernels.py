@@ -106,6 +106,14 @@ def _attend_all(
     return maximum, total, acc
 
 
+@triton.jit
+def _mixed_part(item, counts, programs, NUM_KV_HEADS: tl.constexpr, SPLITS: tl.constexpr):
+    """(row, part, number of parts) of the ``item``-th piece of decode in a mixed step; live ones first."""
+    wanted = programs // (tl.maximum(tl.load(counts), 1) * NUM_KV_HEADS)
+    splits = tl.minimum(tl.maximum(wanted, 1), SPLITS)
+    return item // splits, item % splits, splits
+
+
 @kernel(do_not_specialize=["table_stride"])
 def decode(
     qkv,
@@ -114,9 +122,12 @@ def decode(
     block_tables,
     context_lens,
     query_starts,
+    decodes,
+    counts,
     out,
     parts,
     sums,
+    programs,
     scale,
     qkv_stride,
     table_stride,
@@ -128,24 +139,40 @@ def decode(
     BLOCK_N: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_WORK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One part of one sequence's context, for the query heads of a key head.
+
+    In a mixed step it starts when all programs of prefill have waited for what precedes both, and reads what
+    that wrote past the first cache, which may hold what was there before. Only the end waits, for prefill.
+    """
     let_next_start(PDL)
     kv_head = tl.program_id(0)
-    seq = tl.program_id(1)
-    split = tl.program_id(2)
-    query = tl.load(query_starts + seq)
-    context = tl.load(context_lens + seq)
-    if (tl.load(query_starts + seq + 1) - query == 1) & (context > 0):
-        size = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
+    row = tl.program_id(1)
+    if HAS_WORK:
+        row, split, splits = _mixed_part(row, counts, programs, NUM_KV_HEADS, SPLITS)
+        live = row < tl.load(counts)
+        seq = tl.load(decodes + row, live, 0)
+        query = tl.load(query_starts + seq)
+        context = tl.load(context_lens + seq)
+    else:
+        split, splits, seq = tl.program_id(2), SPLITS, row
+        query = tl.load(query_starts + seq)
+        context = tl.load(context_lens + seq)
+        live = (tl.load(query_starts + seq + 1) - query == 1) & (context > 0)
+    if live:
+        size = tl.cdiv(tl.cdiv(context, BLOCK_N), splits) * BLOCK_N
         start = split * size
         end = tl.minimum(start + size, context)
         g = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         head = kv_head * GROUP + g
         mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-        wait_for_inputs(PDL)
-        q = tl.load(qkv + query.to(tl.int64) * qkv_stride + head[:, None] * HEAD_DIM + d[None, :], mask, 0.0)
+        if not HAS_WORK:
+            wait_for_inputs(PDL)
+        source = qkv + query.to(tl.int64) * qkv_stride + head[:, None] * HEAD_DIM + d[None, :]
+        q = tl.load(source, mask, 0.0, cache_modifier=".cg" if HAS_WORK else "")
         maximum, total, acc = _attend(
             q,
             k_cache,
@@ -165,15 +192,20 @@ def decode(
             BLOCK_N,
             KV_BLOCK,
         )
-        if SPLITS == 1:
+        if splits == 1:
             target = out + (query.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, (acc / total[:, None]).to(q.dtype), mask)
         else:
-            part = ((seq.to(tl.int64) * NUM_KV_HEADS * GROUP) + head) * SPLITS + split
+            part = (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * SPLITS + split
             tl.store(parts + part[:, None] * BLOCK_D + d[None, :], acc, (g < GROUP)[:, None])
             tl.store(sums + part * 2, maximum, g < GROUP)
             tl.store(sums + part * 2 + 1, total, g < GROUP)
-    wait_for_inputs(PDL)
+    # One program that waits holds up the end of all; others that have nothing to do make room.
+    if HAS_WORK:
+        if live | (tl.program_id(1) + kv_head == 0):
+            wait_for_inputs(PDL)
+    else:
+        wait_for_inputs(PDL)
 
 
 @kernel
@@ -181,58 +213,63 @@ def join(
     parts,
     sums,
     query_starts,
+    decodes,
+    counts,
     out,
+    programs,
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    HAS_WORK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Joins the parts of one sequence and head."""
     let_next_start(PDL)
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
-    query = tl.load(query_starts + seq)
-    if tl.load(query_starts + seq + 1) - query == 1:
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    if HAS_WORK:
+        _, _, splits = _mixed_part(row, counts, programs, NUM_KV_HEADS, SPLITS)
+        live = (splits > 1) & (row < tl.load(counts))
+        seq = tl.load(decodes + row, live, 0)
+        query = tl.load(query_starts + seq)
+    else:
+        splits, seq = SPLITS, row
+        query = tl.load(query_starts + seq)
+        live = tl.load(query_starts + seq + 1) - query == 1
+    if live:
         s = tl.arange(0, SPLITS)
         d = tl.arange(0, BLOCK_D)
-        part = (seq.to(tl.int64) * NUM_HEADS + head) * SPLITS + s
+        part = (row.to(tl.int64) * NUM_HEADS + head) * SPLITS + s
         wait_for_inputs(PDL)
-        maximum = tl.load(sums + part * 2)
-        total = tl.load(sums + part * 2 + 1)
-        acc = tl.load(parts + part[:, None] * BLOCK_D + d[None, :])
+        maximum = tl.load(sums + part * 2, s < splits, float("-inf"))
+        total = tl.load(sums + part * 2 + 1, s < splits, 0.0)
+        acc = tl.load(parts + part[:, None] * BLOCK_D + d[None, :], (s < splits)[:, None], 0.0)
         weight = tl.exp2(maximum - tl.max(maximum, 0))
         result = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
         target = out + (query.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + d
         tl.store(target, result.to(out.dtype.element_ty), d < HEAD_DIM)
-    wait_for_inputs(PDL)
+    if HAS_WORK:
+        if live | (head + row == 0):
+            wait_for_inputs(PDL)
+    else:
+        wait_for_inputs(PDL)
 
 
 @triton.jit
-def _sequence_of(block, query_starts, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence that query block ``block`` belongs to, when sequence s is given its first at
-    ``query_starts[s] // BLOCK_Q + s``: room enough for a ragged last block each."""
-    found = 0
-    for chunk in range(0, num_seqs, 64):
-        s = chunk + tl.arange(0, 64)
-        first = tl.load(query_starts + s, s < num_seqs, 0) // BLOCK_Q + s
-        found += tl.sum(((s < num_seqs) & (first <= block)).to(tl.int32), 0)
-    return found - 1
-
-
-@kernel(do_not_specialize=["num_seqs", "table_stride"])
-def prefill(
+def _attend_tile(
     qkv,
     k_cache,
     v_cache,
     block_tables,
     context_lens,
     query_starts,
+    tile,
     out,
     scale,
     qkv_stride,
     table_stride,
-    num_seqs,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -241,47 +278,88 @@ def prefill(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_Q queries of one sequence, all GROUP heads of each: row i is query i // GROUP, head i % GROUP."""
-    let_next_start(PDL)
     kv_head = tl.program_id(0)
-    # Late blocks see most keys; the longest work goes first.
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq = _sequence_of(block, query_starts, num_seqs, BLOCK_Q)
+    seq = tl.load(tile)
+    first = tl.load(tile + 1)
     query_start = tl.load(query_starts + seq)
     count = tl.load(query_starts + seq + 1) - query_start
-    first = (block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
     context = tl.load(context_lens + seq)
-    wanted = (first < count) & (context > 0)
-    if SKIP_SINGLE:
-        wanted = wanted & (count > 1)
-    if wanted:
-        i = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, BLOCK_D)
-        query = first + i // GROUP
-        head = kv_head * GROUP + i % GROUP
-        in_block = (i // GROUP < BLOCK_Q) & (query < count)
-        mask = in_block[:, None] & (d < HEAD_DIM)[None, :]
-        token = (query_start + query).to(tl.int64)
-        before = context - count + first
+    i = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query = first + i // GROUP
+    head = kv_head * GROUP + i % GROUP
+    in_block = (i // GROUP < BLOCK_Q) & (query < count)
+    mask = in_block[:, None] & (d < HEAD_DIM)[None, :]
+    token = (query_start + query).to(tl.int64)
+    before = context - count + first
+    wait_for_inputs(PDL)
+    q = tl.load(qkv + token[:, None] * qkv_stride + head[:, None] * HEAD_DIM + d[None, :], mask, 0.0)
+    table = block_tables + seq.to(tl.int64) * table_stride
+    # What every row sees, then what some do.
+    common = (before + 1) // BLOCK_N * BLOCK_N
+    maximum, total, acc = _attend_all(
+        q, k_cache, v_cache, table, kv_head, common, scale,
+        BLOCK_M, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK,
+    )  # fmt: skip
+    visible = tl.where(in_block, before + i // GROUP + 1, 0)
+    end = tl.minimum(before + BLOCK_Q, context)
+    _, total, acc = _attend(
+        q, k_cache, v_cache, table, kv_head, visible, common, end, scale, maximum, total, acc,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK,
+    )  # fmt: skip
+    target = out + (token * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
+    total = tl.where(in_block, total, 1.0)
+    tl.store(target, (acc / total[:, None]).to(q.dtype), mask)
+
+
+@kernel(do_not_specialize=["table_stride"])
+def prefill(
+    qkv,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    query_starts,
+    tiles,
+    counts,
+    out,
+    scale,
+    qkv_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    WALKS: tl.constexpr,
+    BESIDE_DECODE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile a program; where there is room for far more tiles than there are, each walks the list."""
+    if BESIDE_DECODE:
+        # In this order: decode, which starts next, relies on it.
         wait_for_inputs(PDL)
-        q = tl.load(qkv + token[:, None] * qkv_stride + head[:, None] * HEAD_DIM + d[None, :], mask, 0.0)
-        table = block_tables + seq.to(tl.int64) * table_stride
-        # What every row sees, then what some do.
-        common = (before + 1) // BLOCK_N * BLOCK_N
-        maximum, total, acc = _attend_all(
-            q, k_cache, v_cache, table, kv_head, common, scale,
-            BLOCK_M, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK,
+    let_next_start(PDL)
+    num_tiles = tl.load(counts + 1)
+    # Late tiles see most keys; the longest work goes first.
+    last = tiles + (num_tiles - 1) * 2
+    if WALKS:
+        for item in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+            _attend_tile(
+                qkv, k_cache, v_cache, block_tables, context_lens, query_starts, last - item * 2, out,
+                scale, qkv_stride, table_stride, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_Q, HEAD_DIM, BLOCK_D,
+                BLOCK_N, KV_BLOCK, PDL,
+            )  # fmt: skip
+    elif tl.program_id(1) < num_tiles:
+        _attend_tile(
+            qkv, k_cache, v_cache, block_tables, context_lens, query_starts, last - tl.program_id(1) * 2, out,
+            scale, qkv_stride, table_stride, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_Q, HEAD_DIM, BLOCK_D,
+            BLOCK_N, KV_BLOCK, PDL,
         )  # fmt: skip
-        visible = tl.where(in_block, before + i // GROUP + 1, 0)
-        end = tl.minimum(before + BLOCK_Q, context)
-        _, total, acc = _attend(
-            q, k_cache, v_cache, table, kv_head, visible, common, end, scale, maximum, total, acc,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N, KV_BLOCK,
-        )  # fmt: skip
-        target = out + (token * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + d[None, :]
-        total = tl.where(in_block, total, 1.0)
-        tl.store(target, (acc / total[:, None]).to(q.dtype), mask)
     wait_for_inputs(PDL)

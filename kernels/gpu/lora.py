@@ -23,7 +23,7 @@ import torch
 
 from kernels.gpu import lora_kernels
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
-from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, make_tiles
+from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, has_many, make_tiles
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, LoraTiles
 
 _FORK_ROWS = 128
@@ -146,7 +146,7 @@ def lora_shrink(
         BLOCK_COLUMNS=power_of_2(columns),
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        HAS_MANY=plan.max_segment_rows > 2 * FEW_ROWS,
+        HAS_MANY=has_many(plan),
         BLOCK_K=config.block_k,
         MANY_BLOCK_K=config.many_block_k,
         EVEN_K=size % config.block_k == 0,
@@ -202,7 +202,7 @@ def lora_expand(
         OUT=pool.splits[-1],
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        HAS_MANY=plan.max_segment_rows > 2 * FEW_ROWS,
+        HAS_MANY=has_many(plan),
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
         EVEN_N=all(size % config.block_n == 0 for size in sizes),

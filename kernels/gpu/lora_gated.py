@@ -16,7 +16,7 @@ from kernels.gpu import lora_gated_kernels
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.gpu.lora import ShrinkConfig, add_lora, lora_shrink, prepare, shrink_config
-from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS
+from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, has_many
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool
 
 MIN_ROWS = 512
@@ -93,7 +93,7 @@ def lora_expand_silu_mul(
         SIZE=size,
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        HAS_MANY=plan.max_segment_rows > 2 * FEW_ROWS,
+        HAS_MANY=has_many(plan),
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
         BASE_ROWS=_BASE_ROWS,

@@ -7,8 +7,9 @@ each replay it follows whatever the static buffers of the plan say, for any numb
     units  int32 [max_units, 4]   first of rows | rows | page id | page number * 16 + live rank rows - 1
 
 A tile is some rows of one segment: the unit of expand. Segments of up to 32 rows are cut into tiles of 16,
-longer ones into tiles of 64. A unit is one tile under one rank page: the unit of shrink. ``counts`` holds how
-many of each are live, and ``adapted`` a 1 for each token of the step that is in a tile.
+longer ones into tiles of 64, unless none may have more than 256. A unit is one tile under one rank page: the
+unit of shrink. ``counts`` holds how many of each are live, and ``adapted`` a 1 for each token of the step
+that is in a tile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from kernels.plans import LoraPlan, LoraTiles
 
 FEW_ROWS = 16
 MANY_ROWS = 64
+_ALL_FEW = 256
+"""Where no segment has more rows, all tiles are of few. More programs then read a page, from the cache, and
+the kernels hold the code for few rows alone."""
+
+
+def has_many(plan: LoraPlan) -> bool:
+    """Whether a tile of the plan may have more than ``FEW_ROWS``."""
+    return plan.max_segment_rows > _ALL_FEW
 
 
 def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
@@ -38,7 +47,8 @@ def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
     units = torch.empty((max_tiles * num_pages, 4), dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
     adapted = torch.zeros(num_tokens, dtype=torch.int8, device=device)
-    _make_tiles[(max(2, ceil_div(plan.max_segment_rows, MANY_ROWS)),)](
+    largest = MANY_ROWS if has_many(plan) else FEW_ROWS
+    _make_tiles[(max(2, ceil_div(plan.max_segment_rows, largest)),)](
         plan.segment_starts,
         plan.segment_pages,
         plan.segment_ranks,
@@ -50,7 +60,7 @@ def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
         num_segments,
         MAX_PAGES=num_pages,
         FEW=FEW_ROWS,
-        MANY=MANY_ROWS,
+        MANY=largest,
         BLOCK=power_of_2(num_segments),
     )
     # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,

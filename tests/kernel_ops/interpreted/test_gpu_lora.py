@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.gpu import lora
+from kernels.gpu import lora, lora_tiles
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.lora_gated import lora_expand_silu_mul, silu_mul_add_lora
 from kernels.gpu.lora_tiles import make_tiles
@@ -15,6 +15,12 @@ from kernels.plans import LoraPlan, LoraPool
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
 
 NUM_PAGES = 24
+
+
+@pytest.fixture(params=[0, 128], ids=["tiles of both sizes", "tiles of few rows"])
+def tile_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of work lists, whatever the number of rows."""
+    monkeypatch.setattr(lora_tiles, "_ALL_FEW", request.param)
 
 
 def make_plan(segments: list[tuple[int, int]], num_tokens: int, max_pages: int, spare: int = 0) -> LoraPlan:
@@ -89,6 +95,7 @@ def test_one_row_of_each_rank(rank: int, dtype: torch.dtype) -> None:
     check(plan, make_pool(plan, 96, [48, 16, 16], dtype), num_tokens=1)
 
 
+@pytest.mark.usefixtures("tile_sizes")
 @pytest.mark.parametrize("outs", [[64], [48, 80], [64, 32, 32]])
 def test_mixed_ranks_base_rows_padding_and_empty_segments(outs: list[int]) -> None:
     torch.manual_seed(len(outs))
@@ -121,7 +128,8 @@ def test_an_adapter_without_a_projection_leaves_its_columns_alone() -> None:
     check(plan, pool, num_tokens=5)
 
 
-def test_work_list_counts_only_live_tiles_and_pages() -> None:
+def test_work_list_counts_only_live_tiles_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_tiles, "_ALL_FEW", 64)
     plan = make_plan([(17, 24), (0, 16), (65, 8)], num_tokens=82, max_pages=4, spare=2)
     tiles = make_tiles(plan, 90)
     assert tiles.counts.tolist() == [4, 6]
@@ -131,9 +139,14 @@ def test_work_list_counts_only_live_tiles_and_pages() -> None:
     assert tiles.tiles[:4].tolist() == want
     assert tiles.units[:2].tolist() == [[0, 16, first, 15], [0, 16, second, 16 + 7]]
     assert tiles.units[4].tolist() == [17, 64, third, 7]
+    monkeypatch.setattr(lora_tiles, "_ALL_FEW", 65)
+    tiles = make_tiles(plan, 90)
+    assert tiles.counts.tolist() == [7, 9]
+    assert tiles.tiles[2:7, :2].tolist() == [[17, 16], [33, 16], [49, 16], [65, 16], [81, 1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.usefixtures("tile_sizes")
 @pytest.mark.parametrize("segments", [[(1, 8)], [(1, 8), (0, 16), (17, 16), (3, 64), (33, 16), (35, 40)]])
 def test_gate_and_up_with_their_activation(segments: list[tuple[int, int]], dtype: torch.dtype) -> None:
     torch.manual_seed(len(segments))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.gpu.paged_attention import DecodeConfig, PrefillConfig, paged_attention
+from kernels.gpu.paged_attention import DecodeConfig, PrefillConfig, paged_attention, prepare
 from kernels.plans import BLOCK_SIZE, AttentionPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
@@ -107,3 +107,27 @@ def test_prefill_of_prompts_chunks_and_single_queries_in_one_batch() -> None:
 
 def test_prefill_of_one_sequence_with_one_query_among_none() -> None:
     check([(40, 40)], padding=0)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 3, 20])
+def test_decodes_beside_prompts_in_as_many_parts_as_leave_room(num_decodes: int) -> None:
+    """Few are cut into parts, many are not; padding sequences and tokens are none of either."""
+    sequences = [(1, 7 * i + 1) for i in range(num_decodes)]
+    sequences[1:1] = [(40, 90)]
+    sequences += [(3, 3)]
+    check(sequences, padding=30, heads=(4, 2))
+
+
+def test_more_tiles_than_programs_walk_the_list() -> None:
+    config = PrefillConfig(block_m=16, block_n=16)
+    check([(70, 70), (1, 9), (2, 40)], padding=5, heads=(4, 1), prefill=config)
+
+
+def test_a_prepared_plan_lists_decodes_and_tiles() -> None:
+    plan, _ = make_plan([(5, 9), (1, 4), (1, 20), (2, 2)], padding=3)
+    work = prepare(plan, group=4, dtype=torch.float16, config=PrefillConfig(block_m=8)).work
+    assert work is not None and work.counts.tolist() == [2, 4]
+    assert work.decodes[:2].tolist() == [1, 2]
+    assert sorted(work.tiles[:4].tolist()) == [[0, 0], [0, 2], [0, 4], [3, 0]]
+    decodes, _ = make_plan([(1, 9), (1, 4)])
+    assert prepare(decodes, group=4, dtype=torch.float16).work is None
