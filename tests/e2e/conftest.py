@@ -66,8 +66,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> TinyZoo:
 def tiny_stack(zoo: TinyZoo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack that serves the tiny model of `zoo`. Tests make tenants of their own."""
     # Threads have little to share in so small a model, and on a busy machine wait for each other instead.
-    threads = {"OMP_NUM_THREADS": "1"}
-    stack = Stack(tmp_path_factory.mktemp("tiny-stack"), FLAGS, model=zoo.folder / "model", **threads)
+    settings = {"OMP_NUM_THREADS": "1", "LORAPLEX_GRPC_PORT": "0", "LORAPLEX_LEASE_S": "2"}
+    stack = Stack(tmp_path_factory.mktemp("tiny-stack"), FLAGS, model=zoo.folder / "model", **settings)
     try:
         stack.start()
         yield stack

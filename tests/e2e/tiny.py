@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ TINY = "tiny"
 VOCAB_SIZE = 512
 FLAGS = (
     *("--served-model-name", TINY, "--dtype", "float32", "--max-model-len", "2304"),
-    *("--max-num-batched-tokens", "384", "--max-num-seqs", "16", "--lora-memory-bytes", "40MiB"),
+    *("--max-num-batched-tokens", "384", "--max-num-seqs", "128", "--lora-memory-bytes", "40MiB"),
 )
 WORDS = range(258, 458)
 """Tokens that are whole words, so that texts tell them apart."""
@@ -55,6 +56,10 @@ class TinyZoo:
         )
         for name, data in TOKENIZER_FILES.items():
             (folder / "model" / name).write_bytes(data)
+        modules = [{"idx": 0, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+        (folder / "model" / "modules.json").write_text(json.dumps(modules))
+        (folder / "model" / "1_Pooling").mkdir()
+        (folder / "model" / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
         return cls(folder, model)
 
     def add(self, name: str, *, seed: int, **options: Any) -> Path:
@@ -82,6 +87,14 @@ class TinyZoo:
         with self._with(adapter):
             tokens, logprobs = generate(self.peft, prompt, count)
         return make_tokenizer().decode(tokens), logprobs
+
+    @torch.inference_mode()
+    def vector(self, adapter: str | None, prompt: Sequence[int]) -> torch.Tensor:
+        """The mean of the final hidden states that PEFT computes, with length 1."""
+        assert self.peft is not None
+        with self._with(adapter):
+            states = self.peft(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
+        return torch.nn.functional.normalize(states.mean(0), dim=0)
 
     def _with(self, adapter: str | None) -> AbstractContextManager[None]:
         assert self.peft is not None
