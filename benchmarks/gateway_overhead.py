@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import compileall
 import json
 import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -93,19 +95,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load of requests")
     parser.add_argument("--output", type=Path, default=RESULTS / "epyc-2-cores-gateway.json")
     parser.add_argument("--only", choices=("requests", "streams"), help="leave out the other")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the gateway's interpreter, with this one's packages"
+    )
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("This benchmark needs two cores: one for the gateway, one for all else.")
-    result: dict[str, Any] = {"machine": machine.facts(), "date": time.strftime("%Y-%m-%d")}
+    compile_all()
+    python = options.python
+    result: dict[str, Any] = {
+        "machine": machine.facts(),
+        "gateway_python": build_of(python),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     if options.only != "streams":
-        with running_stack(cores, step_ms=0) as stack:
+        with running_stack(cores, step_ms=0, python=python) as stack:
             result["requests"] = uvloop.run(measure_requests(stack, options.rate, options.seconds))
             result["seconds_to_ready"] = stack.seconds_to_ready
     if options.only != "requests":
         result["streams"] = []
         for streams, step_ms, tokens in STREAM_CASES:
-            with running_stack(cores, step_ms=step_ms) as stack:
+            with running_stack(cores, step_ms=step_ms, python=python) as stack:
                 result["streams"].append(measure_streams(stack, streams, step_ms, tokens))
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
@@ -256,8 +267,24 @@ def http_request(key: str, body: dict[str, Any]) -> bytes:
     return head.encode() + data
 
 
+def compile_all() -> None:
+    """Compiles what the gateway imports of ours, as an installation does: a start must not."""
+    for package in ("adapters", "gateway", "protos"):
+        compileall.compile_dir(ROOT / package, quiet=1)
+
+
+def build_of(python: str) -> dict[str, str]:
+    """Which interpreter it is. Of how it was built little can be asked: a static library is a good sign."""
+    question = (
+        "import json, platform; print(json.dumps({'version': platform.python_version(), 'compiler': "
+        "platform.python_compiler(), 'library': "
+        "'shared' if 'libpython' in open('/proc/self/maps').read() else 'static'}))"
+    )
+    return json.loads(subprocess.run([python, "-c", question], check=True, capture_output=True).stdout)
+
+
 @contextmanager
-def running_stack(cores: list[int], *, step_ms: float) -> Iterator[Stack]:
+def running_stack(cores: list[int], *, step_ms: float, python: str = sys.executable) -> Iterator[Stack]:
     """Starts Valkey and the engine on the first core, and the gateway on the second, and ends them again."""
     with ExitStack() as stack:
         os.sched_setaffinity(0, cores[:1])
@@ -273,6 +300,7 @@ def running_stack(cores: list[int], *, step_ms: float) -> Iterator[Stack]:
         gateway = _start(
             stack,
             ["-m", "gateway", "gateway", "--port", str(port), "--redis-url", redis_url, "--store", store],
+            python=python,
         )
         os.sched_setaffinity(0, cores[:1])
         ready_s = _wait_for(f"http://127.0.0.1:{port}/ready") - began
@@ -297,8 +325,11 @@ async def _prepare(redis_url: str) -> tuple[str, str]:
         return (await Keys(redis).create(TENANT, limits=LIMITS.rates))[1], live[0].address
 
 
-def _start(stack: ExitStack, arguments: list[str]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
+def _start(
+    stack: ExitStack, arguments: list[str], *, python: str = sys.executable
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    process = subprocess.Popen([python, *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     stack.callback(process.wait)
     stack.callback(process.terminate)
     return process

@@ -50,6 +50,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"The model's chat template cannot be compiled: {error}") from error
+        # jinja2 copies them for each rendering, from a chain of dictionaries unless they are one.
+        self._template.globals = dict(self._template.globals)
 
     def render(
         self,

@@ -148,7 +148,7 @@ class _ErrorResponse(Response):
 
 
 def install_error_handling(app: FastAPI) -> None:
-    """Makes every error of the app, from unknown routes on, come out in OpenAI's shape. Around it there must be
+    """Makes every error of the app, from unknown routes on, come out in OpenAI's shape. The app must be within
     an ErrorBoundary, for bugs.
     """
     app.add_exception_handler(ApiError, _on_api_error)

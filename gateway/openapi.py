@@ -140,7 +140,9 @@ class DescribedApp(FastAPI):
         await self._around(scope, receive, send)
 
     def wrap(self, middleware: Callable[..., ASGIApp], **options: Any) -> None:
-        """Puts ASGI middleware around all there is: outside of `add_middleware`'s, and of FastAPI's own five."""
+        """Puts ASGI middleware around all there is: outside of FastAPI's own, which is five layers, and of
+        `add_middleware`'s.
+        """
         self._around = middleware(self._around, **options)
 
     def include(self, router: APIRouter) -> None:

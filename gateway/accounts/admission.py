@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from weakref import WeakValueDictionary
 
 import orjson
 from redis.asyncio import Redis
@@ -32,6 +33,16 @@ _TRIAL_S = 2.0
 _MAX_SPENT = 10_000
 
 
+class Room:
+    """How full a limit of concurrent requests was when Redis last said so."""
+
+    __slots__ = ("__weakref__", "is_scarce")
+
+    def __init__(self) -> None:
+        self.is_scarce = False
+        """Whether half of it was taken."""
+
+
 @dataclass(slots=True)
 class Admission:
     """One request that may run, and its ledger entry as far as it is known. To be settled when it ends."""
@@ -43,8 +54,13 @@ class Admission:
     """`x-ratelimit-*`, for whatever is answered."""
     admitted: bool = True
     """False: Redis was away, so nothing is held, or nobody knows whether it is."""
-    awaited: bool = False
-    """Whether its end makes room for another request: it counts against a limit of concurrent ones."""
+    rooms: Sequence[Room] = ()
+    """Of the limits of concurrent requests that it counts against."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether another request may soon need the room that the end of this one makes."""
+        return any(room.is_scarce for room in self.rooms)
 
 
 class Admissions:
@@ -69,6 +85,7 @@ class Admissions:
         self._on_refusal = on_refusal
         self._window_ms = window_ms
         self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, subject): its limit, till when
+        self._rooms: WeakValueDictionary[tuple[str, str], Room] = WeakValueDictionary()  # as _spent
         self._away_until = 0.0  # time.monotonic(); 0 while Redis answers
 
     def prepare(self) -> None:
@@ -136,11 +153,11 @@ class Admissions:
             Standing(limit, used, self._reset_ms(limit, start_ms, now_ms))
             for limit, used, start_ms in zip(limits, figures[::2], figures[1::2], strict=True)
         ]
+        rooms = [self._room(caller.tenant_id, each) for each in standings if each.limit.kind == CONCURRENT]
         if not admitted:
             self._remember(caller.tenant_id, standings, asked_at)
             raise self._refusal(caller, model.adapter_name, standings)
-        awaited = any(limit.kind == CONCURRENT for limit in limits)
-        return Admission(entry, arrived_at, rate_headers(standings), awaited=awaited)
+        return Admission(entry, arrived_at, rate_headers(standings), rooms=rooms)
 
     async def _reply(self, entry: LedgerEntry, limits: Sequence[Limit]) -> list[int] | None:
         """Returns what the script says, or None when Redis is away.
@@ -172,6 +189,15 @@ class Admissions:
             logger.warning("limits are held again")
             self._away_until = 0.0
         return orjson.loads(reply)
+
+    def _room(self, tenant_id: str, standing: Standing) -> Room:
+        """Returns the room of a limit, as all its running requests share it, with what is known of it now."""
+        key = (tenant_id, standing.limit.subject)
+        room = self._rooms.get(key)
+        if room is None:
+            room = self._rooms[key] = Room()
+        room.is_scarce = 2 * standing.used >= standing.limit.most
+        return room
 
     def _reset_ms(self, limit: Limit, start_ms: int, now_ms: int) -> int:
         if limit.kind == MONTH_TOKENS:

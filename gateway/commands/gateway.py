@@ -48,8 +48,7 @@ def gateway(
     operator's key, unless LORAPLEX_OPERATOR_KEY holds one.
     """
     memory.share_one_heap()
-    # One text needs one thread: tokenizers would hand it to a pool's and wait, which takes as long again.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _suit_one_loop()
     gc.disable()  # it would look for garbage among what is imported, over and over: see `_started`
     given = {
         "host": host,
@@ -64,6 +63,17 @@ def gateway(
     import uvloop
 
     uvloop.run(_serve(settings))
+
+
+def _suit_one_loop() -> None:
+    """Has libraries do their work with few threads, in the only way that they can be told: before any of them
+    is imported, and unless the operator has told them otherwise.
+    """
+    # One text needs one thread: tokenizers would hand it to a pool's and wait, which takes as long again.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # gRPC's older poller hands what comes from its thread to ours; the newer one has a pool between, and
+    # switches between threads twice as often.
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
 
 
 def _settings(given: dict[str, Any]) -> GatewaySettings:

@@ -42,6 +42,15 @@ def test_a_cold_adapter_is_announced_before_its_request_and_a_warm_one_is_not(st
     assert [submit.adapter_digest for submit in engine.submits] == [b"", WARM, COLD]
 
 
+def test_a_cold_adapter_of_many_requests_is_not_announced_with_each(stack: LocalStack) -> None:
+    client = stack.client(stack.add_tenant("acme"))
+    stack.add_adapter("acme", "cold", COLD)
+    for _ in range(20):
+        client.completions.create(model="cold", prompt="hello", max_tokens=1)
+    (engine,) = stack.engines
+    assert 1 <= len(engine.announced) < 20, "leases say every second what is in memory"
+
+
 def test_show_says_where_an_adapter_is_and_what_it_has_been_through(stack: LocalStack) -> None:
     key = stack.add_tenant("acme")
     stack.add_adapter("acme", "warm", WARM)

@@ -215,6 +215,16 @@ async def test_a_refusal_for_other_reasons_is_not_remembered(redis: Redis) -> No
     gate.admissions.refuse_spent(who)
 
 
+async def test_an_end_is_awaited_by_others_only_where_little_room_is_left(redis: Redis) -> None:
+    gate = Gate(redis)
+    who = caller(RateLimits(concurrent_requests=4), key=RateLimits(concurrent_requests=100))
+    first = await gate.admit(who)
+    assert not first.awaited
+    second = await gate.admit(who)
+    assert first.awaited and second.awaited, "what is known of a limit is known of all that run"
+    assert not (await gate.admit(caller())).awaited
+
+
 async def test_an_answer_without_a_length_reserves_a_part_of_the_limit(redis: Redis) -> None:
     """So the next one is admitted too, while the first runs."""
     gate, who = Gate(redis), caller(RateLimits(output_tokens_per_minute=400))
