@@ -40,7 +40,7 @@ async def create_message(request: Request, caller: Caller) -> Response:
     body = await read_json(request, MessagesRequest)
     user = body.metadata.user_id if body.metadata else None
     model, tokenizer = await model_for(request, caller, body.model, user)
-    chat = chat_request_of(body, tokenizer)
+    chat = await chat_request_of(body, tokenizer)
 
     def form_of(plan: ToolPlan) -> MessageFormat:
         return MessageFormat(model, plan, include_thinking=chat.include_reasoning)
@@ -68,5 +68,5 @@ async def count_message_tokens(request: Request, caller: Caller) -> dict[str, An
     body = await read_json(request, MessageInput)
     model = await services.models.resolve(body.model, caller)
     tokenizer = await services.own_tokenizers.of(model)
-    conversation = conversation_of(body, tokenizer)
+    conversation = await conversation_of(body, tokenizer)
     return {"input_tokens": len(await chat_prompt(conversation, tokenizer, model, services.templates))}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from gateway.errors import ApiError, invalid_request
 from gateway.reasoning import switch_of, thinks
@@ -17,21 +18,48 @@ from gateway.schemas.message_blocks import (
     ToolUseBlock,
     text_of,
 )
-from gateway.schemas.messages import CustomTool, MessageInput, MessagesRequest, Thinking, ToolChoice
+from gateway.schemas.messages import (
+    CustomTool,
+    Message,
+    MessageInput,
+    MessagesRequest,
+    Thinking,
+    ToolChoice,
+)
 from gateway.tokenizer import ModelTokenizer
 
+Result = TypeVar("Result")
+
+_FEW_BLOCKS = 64
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {"guided_json": "output_config.format.schema", ".function.parameters": ".input_schema"}
 """Fields of a chat request, by what a client of Anthropic's calls them."""
 
 
-def conversation_of(body: MessageInput, tokenizer: ModelTokenizer) -> Conversation:
+async def conversation_of(body: MessageInput, tokenizer: ModelTokenizer) -> Conversation:
     """Returns what the prompt is made of. Raises ApiError 400 for thinking that the model does not do."""
-    return Conversation.model_validate(_prompt_fields(body, tokenizer))
+    return await _run(body, lambda: Conversation.model_validate(_prompt_fields(body, tokenizer)))
 
 
-def chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRequest:
+async def chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRequest:
     """Returns the chat request. Raises ApiError 400 for thinking that the model does not do."""
+    return await _run(body, lambda: _chat_request_of(body, tokenizer))
+
+
+async def _run(body: MessageInput, work: Callable[[], Result]) -> Result:
+    """Runs the work in a thread, or here where there is little of it: calls and tools may be large."""
+    few = not body.tools and sum(map(_weight, body.messages)) <= _FEW_BLOCKS
+    return work() if few else await asyncio.to_thread(work)
+
+
+def _weight(message: Message) -> int:
+    if isinstance(message.content, str):
+        return 1
+    has_calls = any(isinstance(block, ToolUseBlock) for block in message.content)
+    return _FEW_BLOCKS + 1 if has_calls else len(message.content)
+
+
+def _chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRequest:
     choice = body.tool_choice
     output = body.output_config.format if body.output_config else None
     return ChatRequest.model_validate(
@@ -111,8 +139,11 @@ def _assistant(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
+    try:
+        arguments = json.dumps(block.input, ensure_ascii=False)
+    except RecursionError:
+        raise invalid_request("The 'input' of a call is nested too deeply.", param="messages") from None
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLMatcher
 from pydantic import BaseModel, TypeAdapter
 
+from examples import anthropic_client
 from gateway.schemas.message_answers import MessageAnswer, MessageEvent
 from tests.gateway.fake_engine import FakeEngine, expected_text
 from tests.gateway.local_stack import LocalStack
@@ -332,3 +333,20 @@ def test_calls_come_after_the_thought(client: Client, engines: Engines) -> None:
     assert call.type == "tool_use" and (call.name, call.input) == CALLS[0]
     assert message.stop_reason == "tool_use"
     assert "@answer" in engine.submits[0].grammar
+
+
+def test_the_example(
+    messages_stack: LocalStack,
+    key: str,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script(engines["plain"], "Arr 🙂")
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", messages_stack.url)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", key)
+    monkeypatch.setattr("sys.argv", ["anthropic_client.py", "--model", "plain", "Who are you?"])
+    anthropic_client.main()
+    (submit,) = engines["plain"].submits
+    count = len(engines["plain"].scripts[0]) + 1  # and the end
+    assert capsys.readouterr().out == f"Arr 🙂\n{len(submit.prompt_tokens)} tokens in, {count} out\n"
