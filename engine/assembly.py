@@ -31,7 +31,7 @@ from protos import engine_pb2 as pb
 
 _MOST_RESERVED = 4 << 30
 """Bytes of host memory page-locked at the start. To lock all that adapters may take would take too long."""
-_PROMPT_PARTS = {"cpu": 1, "cuda": 8}
+_SPREAD_PROMPTS = {"cpu": 0, "cuda": 256}
 """See `SchedulerLimits`: on a CPU no token of a prompt is cheaper than another."""
 
 
@@ -63,7 +63,7 @@ def assemble(settings: EngineSettings) -> Core:
         settings.max_num_seqs,
         settings.step_tokens(device),
         settings.max_num_waiting,
-        prompt_parts=_PROMPT_PARTS[device],
+        spread_prompts=_SPREAD_PROMPTS[device],
     )
     model = load_model(
         settings.model, dtype=settings.dtype, device=device, max_model_len=settings.max_model_len

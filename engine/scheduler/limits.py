@@ -16,10 +16,8 @@ class SchedulerLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096
-    prompt_parts: int = 1
-    """Beside decodes, a step takes one in so many of the prompt tokens that it could; 1: all of them."""
-    prompt_floor: int = 256
-    """But some anyway, until it has so many tokens in all."""
+    spread_prompts: int = 0
+    """Beside decodes, few prompts are spread over steps of so many tokens in all; 0: none are."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_num_seqs <= self.max_num_batched_tokens:

@@ -3,12 +3,12 @@
 A step takes as long as what is in it, and everyone in it waits for its end, as does whoever comes meanwhile.
 So prompts have to keep within two bounds:
 
-- *Their part of the work*, where most of the sequences that could run have a token to decode. On a GPU such a
-  step mostly reads weights, and some prompt tokens ride along for little; beyond that, each costs its full
-  price (H200: 14 µs each of 256 beside 32 decodes, 22 µs each of 2,048 alone). So a step takes one in so many
-  of the prompt tokens that it could, and as many as make it up to a size where they ride cheaply: a few
-  prompts are spread over decode steps, many at once still fill whole steps. On a CPU a token costs the same
-  in any company, so there is no such bound.
+- *What rides along*, where most of the sequences that could run have a token to decode and only few prompt
+  tokens wait. On a GPU a step of decodes mostly reads weights, so a few tokens more lengthen it by little,
+  and a whole prompt at once would hold all the others up: one of 512 tokens beside 128 decodes on an H200,
+  in steps of 256 tokens, makes the longest gap between two tokens 13.5 ms, not 27. Many prompts are computed in
+  whole steps all the same, since a seat that waits for its prompt costs more than is gained. On a CPU a token
+  costs the same in any company, so there is no such bound.
 - *Others' patience*, where several tenants are here. Prompts may lengthen a step by so much of what its
   decodes take, and by more where most wait for their prompts, since to read the weights for few tokens costs
   throughput. What decodes and prompts take is measured, so that this holds on any machine.
@@ -26,6 +26,8 @@ LENGTHENING = 2 / 3
 """By how much of the time of its decodes prompts may lengthen a step that several tenants share."""
 PROMPTS_LENGTHENING = 4.0
 """The same where most sequences wait for their prompts."""
+FEW = 4
+"""Prompts are few while so many steps of those that they are spread over would hold them."""
 UNMEASURED = 1 / 16
 """Until it is known what tokens take: what part of a step's budget takes as long as its decodes."""
 WINDOW = 64
@@ -39,14 +41,12 @@ class PromptBudget:
 
     Args:
         most: tokens that a step has in all.
-        parts: beside decodes, a step takes one in so many of the prompt tokens that it could; 1: all of them.
-        floor: it takes some anyway until it has so many tokens in all.
+        spread: tokens in all of the steps that few prompts are spread over; 0: they are not.
     """
 
-    def __init__(self, most: int, *, parts: int, floor: int) -> None:
+    def __init__(self, most: int, *, spread: int) -> None:
         self._most = most
-        self._parts = parts
-        self._floor = floor
+        self._spread = spread
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._since_fit = 0
         self._token_s: float | None = None
@@ -71,8 +71,8 @@ class PromptBudget:
             is_shared: whether several tenants are here.
         """
         budget = self._most
-        if most_decode:
-            budget = min(budget, max(self._floor - num_decodes, -(-num_available // self._parts)))
+        if most_decode and self._spread and num_available <= FEW * self._spread:
+            budget = min(budget, self._spread - num_decodes)
         if is_shared:
             lengthening = LENGTHENING if most_decode else PROMPTS_LENGTHENING
             budget = min(budget, int(lengthening * self._as_long_as_decodes()))

@@ -73,9 +73,7 @@ class Scheduler:
         self._tables = BlockTables(pool)
         self._counters = VirtualTokenCounters()
         self._bounds = QueueBounds(limits.max_num_waiting, clock)
-        self._prompt_budget = PromptBudget(
-            limits.max_num_batched_tokens, parts=limits.prompt_parts, floor=limits.prompt_floor
-        )
+        self._prompt_budget = PromptBudget(limits.max_num_batched_tokens, spread=limits.spread_prompts)
         self._lives = Lives(self._tables, gate, self._counters, self._bounds, clock)
         self._running = self._lives.running
         self._waiting = self._lives.waiting

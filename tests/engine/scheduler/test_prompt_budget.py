@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.block_pool import BLOCK_SIZE
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
-from engine.scheduler.prompt_budget import LENGTHENING, PROMPTS_LENGTHENING, WINDOW, PromptBudget
+from engine.scheduler.prompt_budget import FEW, LENGTHENING, PROMPTS_LENGTHENING, WINDOW, PromptBudget
 from engine.step import StepPlan
 
 MOST = 2048
@@ -27,31 +27,29 @@ def beside_decodes(budget: PromptBudget, available: int, *, decodes: int = 8, is
 @given(
     decodes=st.integers(0, 256),
     available=st.integers(0, 100_000),
-    parts=st.integers(1, 16),
-    floor=st.integers(0, 512),
+    spread=st.integers(0, 512),
     most_decode=st.booleans(),
     is_shared=st.booleans(),
 )
 def test_a_step_has_a_block_of_prompts_at_least_and_more_for_more_that_wait(
-    decodes: int, available: int, parts: int, floor: int, most_decode: bool, is_shared: bool
+    decodes: int, available: int, spread: int, most_decode: bool, is_shared: bool
 ) -> None:
-    budget = PromptBudget(MOST, parts=parts, floor=floor)
+    budget = PromptBudget(MOST, spread=spread)
     one = budget.of_step(decodes, available, most_decode=most_decode, is_shared=is_shared)
     more = budget.of_step(decodes, available + 100, most_decode=most_decode, is_shared=is_shared)
     assert BLOCK_SIZE <= one <= more <= MOST
     assert one <= budget.of_step(decodes, available, most_decode=most_decode, is_shared=False)
-    if not most_decode and not is_shared:
-        assert one == MOST
-    if most_decode and not is_shared:
-        assert one >= min(MOST, available / parts), "or what waits would not be done in so many steps"
+    if not is_shared and not (most_decode and spread and available <= FEW * spread):
+        assert one == MOST, "most wait for their prompts, or many tokens do"
 
 
-def test_few_prompts_make_a_step_up_to_the_floor_and_many_fill_it() -> None:
-    budget = PromptBudget(MOST, parts=8, floor=256)
+def test_few_prompts_make_a_step_up_to_some_size_and_many_have_whole_ones() -> None:
+    budget = PromptBudget(MOST, spread=256)
     assert beside_decodes(budget, 600, decodes=32) == 256 - 32
-    assert beside_decodes(budget, 4000, decodes=32) == 4000 // 8
-    assert beside_decodes(budget, 65_536, decodes=32) == MOST
+    assert beside_decodes(budget, 1024, decodes=32) == 256 - 32
+    assert beside_decodes(budget, 1025, decodes=32) == MOST
     assert beside_decodes(budget, 100, decodes=255) == BLOCK_SIZE
+    assert beside_decodes(PromptBudget(MOST, spread=0), 100, decodes=32) == MOST
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,7 +57,7 @@ def test_prompts_of_a_shared_step_follow_what_tokens_have_taken(seed: int) -> No
     """Times with noise, and a tenth of them far too long: steps keep within the bound all the same."""
     rng = random.Random(seed)
     decodes_s, token_s = rng.uniform(0.005, 0.05), rng.uniform(2e-5, 1e-3)
-    budget = PromptBudget(1 << 20, parts=1, floor=0)
+    budget = PromptBudget(1 << 20, spread=0)
     for number in range(2 * WINDOW):
         tokens = rng.choice([0, 0, 0, rng.randrange(20, 200)])
         seconds = (decodes_s + tokens * token_s) * rng.uniform(0.98, 1.02)
@@ -70,7 +68,7 @@ def test_prompts_of_a_shared_step_follow_what_tokens_have_taken(seed: int) -> No
 
 
 def test_what_a_token_takes_stays_known_when_all_steps_are_of_one_size() -> None:
-    budget = PromptBudget(MOST, parts=1, floor=0)
+    budget = PromptBudget(MOST, spread=0)
     for number in range(WINDOW):
         budget.note(8, 100 * (number % 2), 0.020 + 0.001 * 100 * (number % 2))
     first = beside_decodes(budget, MOST, is_shared=True)
@@ -81,7 +79,7 @@ def test_what_a_token_takes_stays_known_when_all_steps_are_of_one_size() -> None
 
 
 def test_steps_without_decodes_say_nothing_of_what_those_wait_for() -> None:
-    budget = PromptBudget(MOST, parts=1, floor=0)
+    budget = PromptBudget(MOST, spread=0)
     guessed = beside_decodes(budget, MOST, is_shared=True)
     for number in range(2 * WINDOW):
         budget.note(0, 1000 + number, 9.0)
@@ -108,14 +106,13 @@ def decoding(engine: Engine, count: int, *, adapter: str = "") -> None:
 
 
 def test_a_prompt_is_spread_over_steps_of_decodes() -> None:
-    limits = SchedulerLimits(8, 1024, 1000, prompt_parts=8, prompt_floor=64)
+    limits = SchedulerLimits(8, 1024, 1000, spread_prompts=64)
     engine = with_limits(make_engine(num_blocks=800), limits)
     decoding(engine, 4)
-    engine.scheduler.add(make_request([9] * 300, request_id=1, max_tokens=5))
-    assert [prompt_tokens(engine.step()) for _ in range(6)] == [60, 60, 60, 60, 60, 0]
-    for number in range(4):
-        engine.scheduler.add(make_request([10 + number] * 1000, request_id=2 + number, max_tokens=5))
-    assert prompt_tokens(engine.step()) >= 3000 // 8, "where much waits, a step takes more of it"
+    engine.scheduler.add(make_request([9] * 240, request_id=1, max_tokens=5))
+    assert [prompt_tokens(engine.step()) for _ in range(5)] == [60, 60, 60, 60, 0]
+    engine.scheduler.add(make_request([10] * 300, request_id=2, max_tokens=5))
+    assert prompt_tokens(engine.step()) == 300, "where more waits, it has a whole step"
     engine.scheduler.abort_link("link")
     engine.run()
     engine.check_all_free()
@@ -123,7 +120,7 @@ def test_a_prompt_is_spread_over_steps_of_decodes() -> None:
 
 
 def test_where_most_wait_for_their_prompts_steps_are_whole() -> None:
-    limits = SchedulerLimits(8, 512, 1000, prompt_parts=8, prompt_floor=64)
+    limits = SchedulerLimits(8, 512, 1000, spread_prompts=64)
     engine = with_limits(make_engine(num_blocks=800), limits)
     decoding(engine, 3)
     for number in range(5):
@@ -133,15 +130,15 @@ def test_where_most_wait_for_their_prompts_steps_are_whole() -> None:
 
 
 def test_who_waits_for_pages_is_not_among_those_that_could_run() -> None:
-    limits = SchedulerLimits(8, 512, 1000, prompt_parts=8, prompt_floor=64)
+    limits = SchedulerLimits(8, 512, 1000, spread_prompts=64)
     engine = with_limits(make_engine(num_blocks=800, num_pages=1), limits)
     engine.store.add("here", 16)
     engine.store.add("away", 16)
     decoding(engine, 3, adapter="here")
     for number in range(20):
-        engine.scheduler.add(make_request([9] * 300, request_id=50 + number, adapter="away", max_tokens=5))
+        engine.scheduler.add(make_request([9] * 200, request_id=50 + number, adapter="away", max_tokens=5))
     engine.step()
-    engine.scheduler.add(make_request([10] * 300, request_id=1, max_tokens=5))
+    engine.scheduler.add(make_request([10] * 200, request_id=1, max_tokens=5))
     assert prompt_tokens(engine.step()) == 64 - 3
     engine.close()
 
