@@ -64,6 +64,12 @@ class PeftOracle:
         return [found for group in groups.values() for found in self._check(group)]
 
     @torch.inference_mode()
+    def logprobs(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
+        """[len(tokens) - 1, V]: of each token but the first, and of whatever else could have stood there."""
+        logits = self._logits(adapter, torch.tensor([tokens]), keep=len(tokens))
+        return logits[0, :-1].log_softmax(-1)
+
+    @torch.inference_mode()
     def _check(self, answers: Sequence[Answer]) -> list[Difference]:
         """Answers of one adapter and of equal lengths, as one batch."""
         prompt_len, count = len(answers[0].prompt), len(answers[0].tokens)

@@ -23,7 +23,7 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.scheduler.background import account_name
 from engine.sequence import Request
-from engine.step import UNSEEN, RowResult, SamplingParams, StepPlan, StepResult, StepRow
+from engine.step import UNSEEN, RowResult, SamplingParams, StepPlan, StepResult, StepRow, TokenLogprobs
 
 VOCAB_SIZE = 1000
 MODEL_DIGEST = b"m" * 32
@@ -73,6 +73,8 @@ def make_request(
     arrival: float | None = None,
     deadline: float | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    prompt_only: bool = False,
     max_model_len: int = 1 << 30,
 ) -> Request:
     """A request; ``prompt`` is its tokens, or their number."""
@@ -96,6 +98,8 @@ def make_request(
         stop_token_ids=frozenset(stop),
         arrival=time.monotonic() if arrival is None else arrival,
         deadline=deadline,
+        prompt_logprobs=prompt_logprobs,
+        prompt_only=prompt_only,
     )
 
 
@@ -228,9 +232,23 @@ class FakeRunner:
             if row.sampling is not None:
                 results.append(self._draw(row, state))
         self.drawn = {result.seq_id: result.token for result in results}
+        scored = {
+            row.seq_id: tuple(TokenLogprobs(float(token)) for token in self._scored(row))
+            for row in plan.rows
+            if row.scoring is not None
+        }
         if self.step_s:
             time.sleep(self.step_s)
-        return StepResult(tuple(results))
+        return StepResult(tuple(results), prompt_logprobs=scored)
+
+    def _scored(self, row: StepRow) -> Sequence[int]:
+        """The tokens that a row scores: each comes after one that the row computes."""
+        assert row.scoring is not None
+        first, tokens = row.scoring.first, list(row.scoring.tokens)
+        assert first >= 0 and tokens and first + len(tokens) <= len(row.tokens)
+        own = list(row.tokens[first + 1 :])
+        assert tokens[: len(own)] == own[: len(tokens)]
+        return tokens
 
     def _run(self, row: StepRow, written: dict[int, int]) -> bytes:
         """Extends the chain of the row's tokens; what a slot holds stands for all that went before it."""
@@ -333,6 +351,8 @@ class Engine:
     tokens: dict[tuple[Hashable, int, int], list[int]] = field(default_factory=dict)
     finished: dict[tuple[Hashable, int, int], tuple[str, str]] = field(default_factory=dict)
     started: dict[tuple[Hashable, int], int] = field(default_factory=dict)
+    told: dict[tuple[Hashable, int], list[int]] = field(default_factory=dict)
+    """By request: the tokens of its prompt whose logprobs have been told."""
 
     def step(self) -> StepPlan:
         """One turn of the loop, with every invariant checked after it."""
@@ -353,6 +373,10 @@ class Engine:
 
     def collect(self) -> None:
         for link, out in self.scheduler.take_outputs().items():
+            for prompt in out.prompts:
+                told = self.told.setdefault((link, prompt.request_id), [])
+                assert prompt.start == 1 + len(told), "not in order, or told twice"
+                told += [int(entry.chosen) for entry in prompt.tokens]
             for request_id, choice, token in zip(out.request_ids, out.choices, out.tokens, strict=True):
                 assert (link, request_id, choice) not in self.finished, "a token after the end"
                 self.tokens.setdefault((link, request_id, choice), []).append(token)

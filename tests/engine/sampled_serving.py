@@ -21,10 +21,11 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import FinishReason, Request
-from engine.step import SamplingParams
+from engine.step import SamplingParams, TokenLogprobs
 from kernels.native import release_threads
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 8, 48
+ENDS_BYTES = 1 << 24
 NUM_REQUESTS = 12
 Key = tuple[int, int]
 """A request and a choice."""
@@ -70,16 +71,27 @@ class Served:
     tokens: dict[Key, list[int]] = field(default_factory=dict)
     logprobs: dict[Key, list[float]] = field(default_factory=dict)
     ends: dict[Key, FinishReason] = field(default_factory=dict)
+    prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By request: of its prompt's tokens but the first."""
+    cached: dict[int, int] = field(default_factory=dict)
+    """By request: tokens of its prompt that were cached."""
     num_preemptions: int = 0
+    num_steps: int = 0
 
     def deliver(self, outputs: Mapping[Hashable, LinkOutput]) -> None:
         for out in outputs.values():
+            for prompt in out.prompts:
+                known = self.prompts.setdefault(prompt.request_id, [])
+                assert prompt.start == 1 + len(known), "told twice, or not in order"
+                assert (prompt.request_id, 0) not in self.tokens, "told after a token"
+                known += prompt.tokens
             for request_id, choice, token, logprobs in zip(
                 out.request_ids, out.choices, out.tokens, out.logprobs, strict=True
             ):
                 self.tokens.setdefault((request_id, choice), []).append(token)
                 if logprobs is not None:
                     self.logprobs.setdefault((request_id, choice), []).append(logprobs.chosen)
+            self.cached.update({start.request_id: start.cached_tokens for start in out.started})
             self.ends.update({(end.request_id, end.choice): end.reason for end in out.finished})
 
 
@@ -107,6 +119,24 @@ def serve(
     for number, request in enumerate(requests if grammars else ()):
         which = grammar_of(number, len(grammars))
         request.grammar = None if which is None else grammars[which]
+    return serve_requests(
+        model, runner, requests, num_blocks=num_blocks, overlap=overlap, folders=folders, num_pages=num_pages
+    )
+
+
+def serve_requests(
+    model: LoadedModel,
+    runner: Runner,
+    requests: list[Request],
+    *,
+    num_blocks: int,
+    overlap: bool,
+    folders: Mapping[bytes, Path],
+    num_pages: int,
+    at_once: int = 2,
+) -> Served:
+    """Answers requests that come ``at_once`` at a time."""
+    requests = list(requests)
     news = threading.Event()
 
     def read(digest: bytes) -> HostAdapter:
@@ -115,16 +145,18 @@ def serve(
         finally:
             release_threads()
 
-    tiers = AdapterTiers(read, num_pages=num_pages, host_bytes=1, wake=news.set)
-    gate = AdapterGate(RankPages(num_pages), tiers, runner.write_adapter, runner.drop_adapter)
+    tiers = AdapterTiers(read, num_pages=num_pages, host_bytes=1, ends_bytes=ENDS_BYTES, wake=news.set)
+    pages = RankPages(num_pages, ends_bytes=ENDS_BYTES)
+    gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter)
     limits = SchedulerLimits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     scheduler = Scheduler(limits, BlockPool(num_blocks), gate)
     loop = EngineLoop(scheduler, runner, gate, news, overlap=overlap)
     served = Served()
     while requests or scheduler.num_running or scheduler.num_waiting:
-        for request in requests[:2]:
+        for request in requests[:at_once]:
             loop.submit(request)
-        del requests[:2]
+        del requests[:at_once]
+        served.num_steps += 1
         if not loop.step(served.deliver):
             news.wait(0.01)
             news.clear()

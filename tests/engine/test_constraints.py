@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 from engine.constraints import Grammar, Grammars, InvalidGrammar
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
-from engine.sequence import FinishReason
-from tests.engine.sampled_serving import Served, grammar_of, serve
+from engine.sequence import FinishReason, Request
+from engine.step import SamplingParams
+from tests.engine.sampled_serving import Served, grammar_of, serve, serve_requests
 from tests.gateway.fake_engine import EOS, TOKENIZER_FILES, VOCAB_SIZE, make_tokenizer
 from tests.model_zoo import save_tiny_model
 
@@ -141,6 +142,26 @@ def test_a_grammar_that_would_hold_up_every_step_fails(grammars: Grammars, token
             break
         constraint.take(tokenizer.encode("a").ids[0])
     assert "items" in constraint.fault
+
+
+def test_an_answer_with_a_grammar_draws_a_token_every_step(model: LoadedModel, grammars: Grammars) -> None:
+    """Though with a step under way its last token has not been read when the next is planned."""
+    requests = [
+        Request(
+            link="link",
+            request_id=number,
+            prompt=[7, 8, 9],
+            sampling=(SamplingParams(temperature=1.0, seed=number, frequency_penalty=0.3),),
+            max_len=3 + 24,
+            block_root=b"root",
+            grammar=regex(grammars, "[0-9w]{200}") if number else None,
+        )
+        for number in range(2)
+    ]
+    runner = Runner(model, num_blocks=20, num_rank_pages=0)
+    served = serve_requests(model, runner, requests, num_blocks=20, overlap=True, folders={}, num_pages=0)
+    assert [len(served.tokens[number, 0]) for number in range(2)] == [24, 24]
+    assert served.num_steps < 24 + 4
 
 
 def run(

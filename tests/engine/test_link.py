@@ -6,7 +6,7 @@ import asyncio
 
 from engine import link as link_module
 from engine.link import MAX_LOGPROBS_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE, Link, split, to_message
-from engine.outputs import Finished, LinkOutput, Started
+from engine.outputs import Finished, LinkOutput, PromptLogprobs, Started
 from engine.sequence import FinishReason
 from engine.step import TokenLogprobs
 from protos import engine_pb2 as pb
@@ -65,6 +65,25 @@ def test_messages_with_logprobs_stay_below_grpcs_limit() -> None:
     assert len(parts) == 3
     assert all(to_message(part).ByteSize() < 1 << 20 for part in parts)
     assert to_message(news(link_module.MAX_TOKENS_PER_MESSAGE)).ByteSize() < 1 << 20
+
+
+def test_what_is_told_of_prompts_comes_first_and_in_parts() -> None:
+    entry = TokenLogprobs(-0.5, tuple(range(100_000, 100_020)), tuple(-float(i) for i in range(20)))
+    told = news(2)
+    told.prompts = [PromptLogprobs(1, 1, (entry,) * 2500), PromptLogprobs(2, 7, (entry,) * 3)]
+    told.finished = [Finished(1, 0, FinishReason.STOP)]
+    messages = [to_message(part) for part in split(told)]
+    assert all(message.ByteSize() < 1 << 20 for message in messages)
+    prompts = [
+        (p.request_id, p.start, len(p.tokens)) for message in messages for p in message.prompt_logprobs
+    ]
+    assert prompts == [(1, 1, 1024), (1, 1025, 1024), (1, 2049, 452), (2, 7, 3)]
+    assert list(messages[-1].tokens) == [0, 1] and messages[-1].finished
+    assert not any(message.tokens or message.finished for message in messages[:-1])
+    few = news(1)
+    few.prompts = [PromptLogprobs(2, 7, (entry,) * 3)]
+    (message,) = map(to_message, split(few))
+    assert message.prompt_logprobs[0].tokens[2].chosen == -0.5 and message.tokens
 
 
 def test_logprobs_are_there_for_all_tokens_or_for_none() -> None:

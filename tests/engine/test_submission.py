@@ -42,6 +42,16 @@ def test_a_plain_request() -> None:
     assert params.logprobs is None
 
 
+def test_a_prompt_alone() -> None:
+    plain = parse_submit(submit(), "link", MODEL)
+    assert plain.prompt_logprobs is None and not plain.prompt_only
+    request = parse_submit(submit(prompt_only=True, max_tokens=0, prompt_logprobs=0), "link", MODEL)
+    assert request.prompt_only and request.prompt_logprobs == 0
+    assert request.max_len == 4, "a token is drawn, and told nobody"
+    with pytest.raises(InvalidSubmit, match="prompt_logprobs is 21; it can be at most 20"):
+        parse_submit(submit(prompt_logprobs=21), "link", MODEL)
+
+
 def test_an_activated_adapter_is_rooted_in_the_base_model() -> None:
     message = submit(adapter_digest=b"a" * 32, cache_scope=b"scope", adapter_start=2)
     request = parse_submit(message, "link", MODEL)

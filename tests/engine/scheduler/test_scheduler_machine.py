@@ -72,6 +72,8 @@ WISHES = st.fixed_dictionaries(
         "patience": st.sampled_from([None, None, None, 50.0]),
         "stop": st.sampled_from([False, False, True]),
         "known": st.sampled_from([0, 0, 5, 20]),
+        "scored": st.sampled_from([None, None, 1]),
+        "only": st.sampled_from([False, False, False, True]),
     }
 )
 
@@ -147,9 +149,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         alone = wish["n"] == 1 and not wish["stop"]
         known = expected_output(make_request(**arguments))[: wish["known"]] if alone else []
+        if wish["only"]:
+            known, arguments["max_tokens"] = [], 1
         return make_request(
             **arguments,
             output=known,
+            prompt_logprobs=wish["scored"],
+            prompt_only=wish["only"],
             request_id=self.number,
             link=wish["link"],
             n=wish["n"],
@@ -286,7 +292,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_answer(self, key: tuple[str, int, int], request: Request, choice: int) -> None:
         reason, error = self.engine.finished[key]
         tokens = self.engine.tokens.get(key, [])
-        expected = expected_output(request, choice)
+        expected = [] if request.prompt_only else expected_output(request, choice)
+        told = self.engine.told.get(key[:2], [])
+        scored = request.prompt[1:] if request.prompt_logprobs is not None else []
+        assert told == scored[: len(told)], "what is told of a prompt is not its tokens"
+        if tokens or reason in ("LENGTH", "STOP"):
+            assert len(told) == len(scored), "an answer before all of its prompt was told"
         assert tokens == expected[: len(tokens)], "an answer is not what the request gives alone"
         if reason in ("LENGTH", "STOP"):
             assert len(tokens) == len(expected)
