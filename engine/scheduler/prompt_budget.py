@@ -6,9 +6,9 @@ So prompts have to keep within two bounds:
 - *What rides along*, where most of the sequences that could run have a token to decode and only few prompt
   tokens wait. On a GPU a step of decodes mostly reads weights, so a few tokens more lengthen it by little,
   and a whole prompt at once would hold all the others up: one of 512 tokens beside 128 decodes on an H200,
-  in steps of 256 tokens, makes the longest gap between two tokens 13.5 ms, not 27. Many prompts are computed in
-  whole steps all the same, since a seat that waits for its prompt costs more than is gained. On a CPU a token
-  costs the same in any company, so there is no such bound.
+  in steps of 256 tokens, makes the longest gap between two tokens 13.5 ms, not 27. Many prompts are computed
+  in whole steps all the same, since a seat that waits for its prompt costs more than is gained. On a CPU a
+  token costs the same in any company, so there is no such bound.
 - *Others' patience*, where several tenants are here. Prompts may lengthen a step by so much of what its
   decodes take, and by more where most wait for their prompts, since to read the weights for few tokens costs
   throughput. What decodes and prompts take is measured, so that this holds on any machine.
