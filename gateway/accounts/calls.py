@@ -38,7 +38,10 @@ class CallLimit:
 MANAGEMENT = CallLimit("management_calls_per_minute", "management calls per minute", 1_200, _MINUTE_MS)
 CHANGES = CallLimit("changes_per_day", "changes to adapters and keys per day", 20_000, _DAY_MS)
 TOKENIZATION = CallLimit(
-    "tokenization_per_minute", "calls per minute to /tokenize and /detokenize", 6_000, _MINUTE_MS
+    "tokenization_per_minute",
+    "calls per minute that make tokens of text or the reverse",
+    6_000,
+    _MINUTE_MS,
 )
 """A long body counts as several calls; see `tokenization_calls`."""
 

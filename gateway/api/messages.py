@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from gateway.api.answer import ENGINE_ERRORS
 from gateway.api.converse import converse, model_for
+from gateway.api.counted import count_tokenization
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
@@ -66,6 +67,7 @@ async def count_message_tokens(request: Request, caller: Caller) -> dict[str, An
     """Says how many tokens a conversation has as a prompt; counts as no request."""
     services: Services = request.app.state.services
     body = await read_json(request, MessageInput)
+    await count_tokenization(request)
     model = await services.models.resolve(body.model, caller)
     tokenizer = await services.own_tokenizers.of(model)
     conversation = await conversation_of(body, tokenizer)

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.accounts.calls import CallLimit
+from gateway.api import counted
 from tests.gateway.fake_engine import MODEL, make_tokenizer
 from tests.gateway.local_stack import LocalStack
 
@@ -85,3 +87,22 @@ def test_what_is_wrong_is_named(
     answer = post(local_stack, key, path, body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
+
+
+def test_what_makes_tokens_is_counted_by_size(
+    local_stack: LocalStack, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counted, "TOKENIZATION", CallLimit("few", "calls", 4, 60_000))
+    long = {"model": MODEL, "prompt": "w1" * 5000}
+    assert post(local_stack, key, "/tokenize", long).status_code == 200
+    assert post(local_stack, key, "/detokenize", {"model": MODEL, "tokens": [1]}).status_code == 200
+    conversation = {"model": MODEL, "messages": MESSAGES}
+    for path, body in (
+        ("/tokenize", {"model": MODEL, "prompt": "w1"}),
+        ("/detokenize", {"model": MODEL, "tokens": [1]}),
+        ("/v1/messages/count_tokens", conversation),
+    ):
+        refused = post(local_stack, key, path, body)
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0, path
+    answer = post(local_stack, key, "/v1/chat/completions", conversation | {"max_tokens": 1})
+    assert answer.status_code == 200
