@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from gateway.accounts.entry import as_text
 from gateway.accounts.windows import root_of
-from gateway.batches.pages import Page, ids_of, page_of
+from gateway.batches.pages import Page, ids_of, is_id, page_of
 
 ALL_FILES = "loraplex:files"
 KEPT_S = 30 * 24 * 3600
@@ -146,6 +146,8 @@ class Files:
 
     async def find(self, tenant: str, file_id: str, *, even_expired: bool = False) -> StoredFile | None:
         """The tenant's file; None when there is none, or its time is over."""
+        if not is_id(file_id):
+            return None
         found = await self._redis.hgetall(f"{root_of(tenant)}:file:{file_id}")  # type: ignore[misc]
         if not found:
             return None

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from contextlib import suppress
+from itertools import count
 
 import orjson
 
@@ -41,7 +42,9 @@ class LineCalls:
         again. Raises KeyGone.
         """
         body = orjson.dumps(line.body)
-        while not stop.is_set():
+        for tried in count():
+            if stop.is_set():
+                break
             caller = await self._caller(batch)
             if caller is None:
                 await _pause(_SUSPENDED_S, stop)
@@ -59,7 +62,7 @@ class LineCalls:
                 return None
             if answer.status not in _TRY_AGAIN:
                 return answer
-            await _pause(_retry_after_s(answer), stop)
+            await _pause(_pause_s(answer, tried), stop)
         return None
 
     async def _caller(self, batch: Batch) -> Principal | None:
@@ -88,13 +91,12 @@ async def _answer_until(call: InnerCall, stop: asyncio.Event) -> InnerAnswer | N
         await asyncio.wait([answering])
 
 
-def _retry_after_s(answer: InnerAnswer) -> float:
-    """When to try again, spread a little so that lines do not come all at once."""
-    try:
-        asked = float(answer.headers.get("retry-after", "1"))
-    except ValueError:
-        asked = 1.0
-    return min(max(asked, 0.5), _MOST_PAUSE_S) * random.uniform(1.0, 1.25)
+def _pause_s(answer: InnerAnswer, tried: int) -> float:
+    """When to try again: as asked for, and later the more often it was in vain. Spread a little, so that
+    lines do not come all at once.
+    """
+    asked = float(answer.headers.get("retry-after", "1"))
+    return min(max(asked, 0.5 * 2 ** min(tried, 10)), _MOST_PAUSE_S) * random.uniform(1.0, 1.25)
 
 
 async def _pause(seconds: float, stop: asyncio.Event) -> None:

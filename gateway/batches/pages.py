@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,6 +24,12 @@ class Listed(Protocol):
 
 T = TypeVar("T", bound=Listed)
 _AT_ONCE = 32
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def is_id(text: str) -> bool:
+    """Whether a client's text can be an id. Others could be a part of the name of another key of Redis."""
+    return _ID.fullmatch(text) is not None
 
 
 class UnknownCursor(Exception):

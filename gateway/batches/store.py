@@ -29,7 +29,7 @@ from gateway.accounts.windows import root_of
 from gateway.batches import scripts
 from gateway.batches.batch import Batch, Status
 from gateway.batches.files import StoredFile
-from gateway.batches.pages import Page, ids_of, page_of
+from gateway.batches.pages import Page, ids_of, is_id, page_of
 
 KEPT_S = 30 * 24 * 3600
 """How long a batch stays listed after its end."""
@@ -91,6 +91,8 @@ class Batches:
 
     async def find(self, tenant: str, batch_id: str) -> Batch | None:
         """The tenant's batch, or None."""
+        if not is_id(batch_id):
+            return None
         found = await self._redis.hgetall(_key(tenant, batch_id))  # type: ignore[misc]
         return Batch.from_fields(found) if found else None
 

@@ -12,9 +12,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection
 
+from gateway.auth import require
 from gateway.bodies import MAX_BODY_BYTES
 from gateway.inner_calls import InnerCalls
-from gateway.public_grpc.service import InferenceService
+from gateway.public_grpc.key_first import KeyFirst
+from gateway.public_grpc.service import InferenceService, request_of
 from protos import loraplex_pb2 as pb
 from protos.loraplex_pb2_grpc import add_InferenceServicer_to_server
 
@@ -40,7 +42,9 @@ async def serving_grpc(app: FastAPI, calls: InnerCalls, *, host: str, port: int)
 
     On leaving, calls have some seconds to end.
     """
-    server = grpc.aio.server(options=_OPTIONS)
+    requirement = require("inference")
+    key_first = KeyFirst(SERVICE, lambda metadata: requirement(request_of(app, metadata)))
+    server = grpc.aio.server(options=_OPTIONS, interceptors=[key_first])
     status = health_aio.HealthServicer()
     add_InferenceServicer_to_server(InferenceService(app, calls), server)
     health_pb2_grpc.add_HealthServicer_to_server(status, server)

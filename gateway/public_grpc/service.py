@@ -132,17 +132,17 @@ class InferenceService(InferenceServicer):
             await _abort(context, failure_of_error(error))
 
     def _request(self, context: ServicerContext) -> Request:
-        """A request with the call's metadata as headers, and its peer as client."""
-        headers = [
-            (name.encode(), value.encode())
-            for name, value in context.invocation_metadata() or ()
-            if isinstance(value, str)
-        ]
-        scope: dict[str, Any] = {
-            "type": "http", "method": "POST", "path": "/grpc", "headers": headers, "query_string": b"",
-            "app": self._app, "client": (_host_of(context.peer()), 0), "state": {},
-        }  # fmt: skip
-        return Request(scope)
+        return request_of(self._app, context.invocation_metadata(), _host_of(context.peer()))
+
+
+def request_of(app: FastAPI, metadata: Any, host: str = "") -> Request:
+    """Returns a request with a call's metadata as headers, for what looks for a key there."""
+    headers = [(name.encode(), value.encode()) for name, value in metadata or () if isinstance(value, str)]
+    scope: dict[str, Any] = {
+        "type": "http", "method": "POST", "path": "/grpc", "headers": headers, "query_string": b"",
+        "app": app, "client": (host, 0), "state": {},
+    }  # fmt: skip
+    return Request(scope)
 
 
 async def _abort(context: ServicerContext, failure: Failure, metadata: Metadata = ()) -> NoReturn:

@@ -228,6 +228,15 @@ def test_keys_are_those_of_http(stack: LocalStack, stub: InferenceStub, key: str
     assert missing.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+def test_a_stranger_is_refused_before_the_message_is_read(stack: LocalStack) -> None:
+    options = (("grpc.max_send_message_length", -1),)
+    with grpc.insecure_channel(stack.grpc_address, options=options) as channel:
+        ask = channel.unary_unary("/loraplex.v1.Inference/Chat")
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(b"no message of the service", metadata=bearer("lpx_wrong"))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 def test_limits_and_the_ledger_are_those_of_http(stack: LocalStack, stub: InferenceStub) -> None:
     key = stack.add_tenant("limited")
 

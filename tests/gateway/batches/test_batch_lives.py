@@ -362,7 +362,6 @@ async def test_what_a_tenant_has_goes_with_it(valkey_url: str, tmp_path: Path) -
             Batch("acme", "batch_1", "key", "/v1/completions", file.id, "1h", now, now + 3600)
         )
         assert (await plane.admin("DELETE", "/tenants/acme")).status_code == 200
-        await plane.tenant("acme")
         assert await services.files.find("acme", file.id) is None
         assert await services.batches.find("acme", "batch_1") is None
         assert list(services.file_store.names()) == []

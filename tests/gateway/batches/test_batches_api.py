@@ -133,6 +133,16 @@ def test_a_tenant_has_its_own_files_and_batches(stack: LocalStack, client: OpenA
                 reach()
 
 
+def test_no_id_leads_to_what_is_kept_of_a_batch(client: OpenAI) -> None:
+    batch = begin(client, [line(f"slow{i}", max_tokens=1000) for i in range(40)])
+    wait_for(client, batch.id, "in_progress")
+    for part in ("results", "done", "segments"):
+        for reach in (client.batches.retrieve, client.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                reach(f"{batch.id}:{part}")
+    client.batches.cancel(batch.id)
+
+
 def test_a_batch_answers_each_line_once_and_as_alone(stack: LocalStack, client: OpenAI) -> None:
     lines = [line(f"r{i}", seed=i, temperature=1) for i in range(40)]
     lines[7]["body"]["max_tokens"] = 10**6
