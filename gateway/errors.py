@@ -148,8 +148,8 @@ class _ErrorResponse(Response):
 
 
 def install_error_handling(app: FastAPI) -> None:
-    """Makes every error of the app, from unknown routes on, come out in OpenAI's shape. The app must be within
-    an ErrorBoundary, for bugs.
+    """Makes every error of the app, from unknown routes on, come out in OpenAI's shape. The app must be
+    within an ErrorBoundary, for bugs.
     """
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -158,6 +158,7 @@ def install_error_handling(app: FastAPI) -> None:
         app.add_exception_handler(away, _on_redis_away)
     app.add_exception_handler(AdapterNotFound, _on_adapter_not_found)
     app.add_exception_handler(AdapterConflict, _on_adapter_conflict)
+    app.add_exception_handler(Exception, _on_bug)
 
 
 class ErrorBoundary:
@@ -201,6 +202,11 @@ def internal_error(scope: Scope) -> ApiError:
     request_id = scope["state"]["request_id"]
     logger.exception("request %s (%s %r) failed", request_id, scope["method"], scope["path"])
     return ApiError(500, _INTERNAL_MESSAGE, type="server_error", code="internal_error")
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    """Leaves a bug to the ErrorBoundary: Starlette would answer it with a line of text."""
+    raise error
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

