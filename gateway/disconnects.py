@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import Receive, Scope
 
 EXTENSION = "loraplex.disconnects"
-"""Where a scope has its connection's Disconnects, among the `extensions`, if the server is ours."""
+"""The extension of a scope whose `disconnects` are its connection's, where the server is ours."""
 
 
 class Disconnects:
@@ -46,7 +46,9 @@ class DisconnectWatch:
     """
 
     def __init__(self, scope: Scope, receive: Receive, on_disconnect: Callable[[], None]) -> None:
-        self._disconnects: Disconnects | None = scope.get("extensions", {}).get(EXTENSION)
+        self._disconnects: Disconnects | None = (
+            scope.get("extensions", {}).get(EXTENSION, {}).get("disconnects")
+        )
         self._receive = receive
         self._on_disconnect = on_disconnect
         self._task: asyncio.Task[None] | None = None
@@ -63,7 +65,7 @@ class DisconnectWatch:
             self._disconnects.remove(self._on_disconnect)
         if self._task is not None:
             self._task.cancel()  # nobody waits for its end: it only waits itself
-            self._task = None  # its traceback refers to this: all of the request would be left to the collector
+            self._task = None  # whose traceback refers to this: the request would be left to the collector
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

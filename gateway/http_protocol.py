@@ -1,4 +1,6 @@
-"""uvicorn's HTTP protocol with what it lacks: bounds on a request's head, and errors in OpenAI's shape."""
+"""uvicorn's HTTP protocol with what it lacks: bounds on a request's head, errors in OpenAI's shape, and word
+of clients that go.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from http import HTTPStatus
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.disconnects import EXTENSION, Disconnects
 from gateway.errors import error_body
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -27,12 +30,14 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        self._await_head()
+        self._disconnects = Disconnects()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_timer()
         super().connection_lost(exc)
+        self._disconnects.tell()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -41,11 +46,14 @@ class BoundedHttp(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's headers are larger than {MAX_HEAD_BYTES:,} bytes.")
+            elif self._timer is None:  # most come whole, and need none
+                self._start_timer()
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
         super().on_message_begin()
-        self._await_head()
+        self.scope["extensions"] = {EXTENSION: {"disconnects": self._disconnects}}
+        self._in_head, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
@@ -57,9 +65,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Called where the parser finds no HTTP."""
         self._refuse(400, msg)
 
-    def _await_head(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        self._stop_timer()
+    def _start_timer(self) -> None:
         self._timer = self.loop.call_later(MAX_HEAD_S, self._on_slow_head)
 
     def _stop_timer(self) -> None:

@@ -12,6 +12,7 @@ import orjson
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.disconnects import DisconnectWatch
 from gateway.errors import ApiError, internal_error, unavailable
 from gateway.messages.errors import speaks_messages
 
@@ -56,7 +57,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events. Their generator is closed in any case."""
         failure: ApiError | None = None
-        async with DisconnectWatch(receive, self._on_disconnect), aclosing(self._events):
+        async with DisconnectWatch(scope, receive, self._on_disconnect), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await send(_body(self._first))
@@ -83,27 +84,3 @@ def _ending(scope: Scope, failure: ApiError | None) -> bytes:
 
 def _body(chunk: bytes) -> Message:
     return {"type": "http.response.body", "body": chunk, "more_body": True}
-
-
-class DisconnectWatch:
-    """Calls back when the client of a request goes, for as
-    long as the block runs. The body must have been read.
-    """
-
-    def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
-        self._receive = receive
-        self._on_disconnect = on_disconnect
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> DisconnectWatch:
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()  # nobody waits for its end: it only waits itself
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._on_disconnect()

@@ -16,6 +16,7 @@ from fastapi import Request, Response
 from gateway.auth import Principal
 from gateway.best_of import best_choices
 from gateway.deadlines import deadline_of
+from gateway.disconnects import DisconnectWatch
 from gateway.echo import Echo
 from gateway.errors import ApiError, unavailable
 from gateway.generation import Generation, Piece, TokenInfo, Usage
@@ -24,7 +25,7 @@ from gateway.reasoning import Reasoning
 from gateway.resolve import ResolvedModel
 from gateway.schemas.generation import GenerationFields
 from gateway.services import Services
-from gateway.sse import STOPPING, DisconnectWatch, EventStream
+from gateway.sse import STOPPING, EventStream
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import Submit
 
@@ -140,7 +141,7 @@ async def answer(
         if not stream:
             return await _answer_whole(request, generation, form, choices, keep=keep, of=of)
         events = _events(generation, form, include_usage)
-        async with DisconnectWatch(request.receive, generation.close):
+        async with DisconnectWatch(request.scope, request.receive, generation.close):
             first = await anext(events)
     except asyncio.CancelledError:  # see EventStream
         raise unavailable(STOPPING) from None
@@ -152,7 +153,7 @@ async def _answer_whole(
 ) -> Response:
     collected: list[list[Piece]] = [[] for _ in range(choices)]
     with generation:
-        async with DisconnectWatch(request.receive, generation.close):
+        async with DisconnectWatch(request.scope, request.receive, generation.close):
             while pieces := await generation.next():
                 for piece in pieces:
                     collected[piece.choice].append(piece)

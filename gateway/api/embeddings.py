@@ -16,6 +16,7 @@ from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.deadlines import deadline_of
 from gateway.described import described
+from gateway.disconnects import DisconnectWatch
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.generation import Generation, Usage
 from gateway.origin import Origin, origin_of
@@ -23,7 +24,7 @@ from gateway.prompts import prompts_of
 from gateway.resolve import ResolvedModel, cache_scope
 from gateway.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from gateway.services import Services
-from gateway.sse import STOPPING, DisconnectWatch
+from gateway.sse import STOPPING
 from gateway.submission import adapter_for, too_long
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import Pooling, Submit
@@ -136,7 +137,7 @@ async def _run(request: Request, generation: Generation) -> Sequence[bytes] | No
     """Returns the vectors, or None when the client goes first. Raises ApiError as `Generation.next`."""
     try:
         with generation:
-            async with DisconnectWatch(request.receive, generation.close):
+            async with DisconnectWatch(request.scope, request.receive, generation.close):
                 while await generation.next():
                     pass
     except asyncio.CancelledError:  # see EventStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -59,6 +59,7 @@ class Waiting:
 
 
 class Connection:
+    scope: ClassVar[dict[str, Any]] = {}
     receive = staticmethod(never)
 
 
@@ -71,6 +72,9 @@ async def test_what_has_not_begun_is_refused(stream: bool) -> None:
         choices=1,
         stream=stream,
         include_usage=False,
+        keep=1,
+        of=1,
+        ranked=False,
     )
     answering = asyncio.create_task(call)
     await asyncio.sleep(0.01)
