@@ -45,7 +45,7 @@ def left_of_turn(seq: Sequence, *, is_cached: bool) -> int:
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """After how many steps an adapter's running sequences can have left it, given a row in each; not above 0:
-    now. ``yields``: one of them would have to yield for that.
+    now. ``yields``: one of them would have to yield for that, who is not background work.
     """
 
     steps: int
@@ -97,7 +97,7 @@ class Turns:
                 left = min(left, left_of_turn(seq, is_cached=is_cached))
                 if claiming.num_running == 0 and account.num_running > users[digest, tenant]:
                     left = min(left, 0)
-            own = Leaving(left, yields=left < at_end)
+            own = Leaving(left, yields=left < at_end and not account.yields_to(claiming))
             last = leaving.get(digest, own)
             leaving[digest] = Leaving(max(last.steps, own.steps), last.yields or own.yields)
         return leaving

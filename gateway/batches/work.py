@@ -26,8 +26,8 @@ from gateway.batches.store import Batches, Lease, LeaseLost
 
 logger = logging.getLogger(__name__)
 
-LINES_AT_ONCE = 32
-"""Of one batch; engines run them in what is left over, so this bounds what waits there."""
+LINES_AT_ONCE = 128
+"""Of one batch: enough to keep a GPU busy, and few enough to wait in an engine's queue, or to run anew."""
 SPILL_LINES = 500
 SPILL_BYTES = 4 * 1024 * 1024
 """Results that gather in Redis before they move to the store."""

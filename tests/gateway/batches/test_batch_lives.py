@@ -137,7 +137,7 @@ def test_another_gateway_goes_on_with_the_batch_of_one_that_is_killed(
     valkey_url: str, tmp_path: Path
 ) -> None:
     engine = FakeEngine("engine-1", valkey_url, step_s=0.01)
-    count, key = 160, new_key(valkey_url, "acme")
+    count, key = 400, new_key(valkey_url, "acme")
     with running(engine), BlockingRedis.from_url(valkey_url) as redis:
         with gateway_process(valkey_url, tmp_path) as (process, url):
             client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
@@ -174,6 +174,7 @@ def test_results_that_are_many_move_to_the_store(
     local_stack: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "SPILL_LINES", 8)
+    monkeypatch.setattr(work, "LINES_AT_ONCE", 8)
     spilled: list[int] = []
     original = Batches.spill
 
