@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gateway.accounts.admission import Admission
 from gateway.accounts.entry import Outcome, Settlement
 from gateway.accounts.ledger import Ledger
+from gateway.beam_stream import BeamStream
 from gateway.detokenizer import TextStream
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import ApiError, unavailable
@@ -95,7 +96,7 @@ class Generation:
 
     def __init__(
         self,
-        stream: EngineStream,
+        stream: EngineStream | BeamStream,
         submits: Sequence[Submit],
         *,
         info: ModelInfo,

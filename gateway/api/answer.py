@@ -8,12 +8,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
 from fastapi import Request, Response
 
 from gateway.auth import Principal
+from gateway.beam_stream import BeamStream, beam_options
 from gateway.best_of import best_choices
 from gateway.deadlines import deadline_of
 from gateway.disconnects import DisconnectWatch
@@ -76,6 +78,7 @@ async def generate(
     Raises ApiError as `Admissions.admit` and `answer`.
     """
     services: Services = request.app.state.services
+    beams = [beam_options(body, submit, model.info) for submit in submits] if body.use_beam_search else None
     origin = origin_of(request, route)
     for submit in submits:
         submit.background = origin.is_background
@@ -89,8 +92,9 @@ async def generate(
         route=origin.route,
         open_ended=body.open_ended,
     )
+    open_stream = partial(services.engines.open, model_digest=model.info.digest, deadline=deadline)
     generation = Generation(
-        services.engines.open(submits, model_digest=model.info.digest, deadline=deadline),
+        open_stream(submits) if beams is None else BeamStream(submits, beams, open_stream),
         submits,
         info=model.info,
         tokenizer=tokenizer,
@@ -114,6 +118,7 @@ async def generate(
             include_usage=body.include_usage,
             keep=body.n or 1,
             of=body.drawn_choices,
+            ranked=beams is not None,
         )
     except ApiError as error:
         error.headers = {**admission.headers, **(error.headers or {})}
@@ -132,14 +137,15 @@ async def answer(
     include_usage: bool,
     keep: int,
     of: int,
+    ranked: bool,
 ) -> Response:
     """Runs a generation to its end, or until the client goes. It has `of` choices for each prompt, of which
-    the best `keep` are the answer; a stream has all of them.
+    the best `keep` are the answer: the first where they are `ranked`. A stream has all of them.
     Raises ApiError for what fails before the first token.
     """
     try:
         if not stream:
-            return await _answer_whole(request, generation, form, choices, keep=keep, of=of)
+            return await _answer_whole(request, generation, form, choices, keep=keep, of=of, ranked=ranked)
         events = _events(generation, form, include_usage)
         async with DisconnectWatch(request.scope, request.receive, generation.close):
             first = await anext(events)
@@ -149,7 +155,14 @@ async def answer(
 
 
 async def _answer_whole(
-    request: Request, generation: Generation, form: AnswerFormat, choices: int, *, keep: int, of: int
+    request: Request,
+    generation: Generation,
+    form: AnswerFormat,
+    choices: int,
+    *,
+    keep: int,
+    of: int,
+    ranked: bool,
 ) -> Response:
     collected: list[list[Piece]] = [[] for _ in range(choices)]
     with generation:
@@ -160,7 +173,8 @@ async def _answer_whole(
     if not generation.complete:
         return Response(status_code=499)  # nginx's number for a client that has gone; nobody reads it
     if keep < of:
-        collected = best_choices(collected, [*map(generation.mean_logprob, range(choices))], of=of, keep=keep)
+        scores = [-index if ranked else generation.mean_logprob(index) for index in range(choices)]
+        collected = best_choices(collected, scores, of=of, keep=keep)
     return Response(orjson.dumps(form.whole(collected, generation.usage)), media_type="application/json")
 
 

@@ -193,6 +193,8 @@ class ChatRequest(Conversation, StructureFields):
     def _chat_fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise fault("top_logprobs", "it needs 'logprobs': true")
+        if self.tools and self.use_beam_search:
+            raise fault("tools", "it cannot be used with 'use_beam_search'")
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if (named or self.tool_choice == "required") and not self.tools:
             raise fault("tool_choice", "it needs 'tools'")

@@ -59,6 +59,8 @@ class CompletionRequest(StructureFields):
         if len(self.prompts) * self.drawn_choices > MAX_CHOICES:
             name = "n" if self.best_of is None else "best_of"
             raise fault(name, f"prompts times '{name}' must be at most {MAX_CHOICES}")
+        if self.max_tokens == 0 and self.use_beam_search:
+            raise fault("max_tokens", "a search needs at least one")
         if self.max_tokens == 0 and not self.echo:
             raise fault("max_tokens", "it may be 0 only with 'echo': true")
         return self

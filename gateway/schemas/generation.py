@@ -7,7 +7,7 @@ What would change the answer but is not supported is refused by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,21 @@ MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 _MAX_FIELDS = 128
 _MODEL = "The base model, `name`, `name@version`, `name@live`, or `owner/name` for a granted one."
+
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "stop": (None, []),
+    "min_tokens": (None, 0),
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+}
+"""What nothing may be asked of where answers are searched for, with the values that ask for nothing."""
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -150,6 +165,15 @@ class GenerationFields(StrictModel):
     stop_token_ids: Annotated[list[TokenId] | None, AtMost(64)] = Field(
         None, description="Further end tokens."
     )
+    use_beam_search: bool | None = Field(
+        None, description="Search for the most likely answers as wholes, with as many beams as are generated."
+    )
+    length_penalty: float | None = Field(
+        None, ge=-10, le=10, description="An answer's logprob is divided by its length to this power; 1."
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        None, description="When a search ends, as transformers' `generate` has it; false."
+    )
     priority: int | None = Field(
         None, ge=-100, le=100, description="Lower is sooner, among the tenant's own requests; 0."
     )
@@ -163,12 +187,23 @@ class GenerationFields(StrictModel):
     def _fields_agree(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise fault("stream_options", "it needs 'stream': true")
+        self._check_beams()
         for token, value in (self.logit_bias or {}).items():
             if not (token.isascii() and token.isdigit() and len(token) < 10):
                 raise fault("logit_bias", f"'{token[:32]}' is not a token id")
             if not -100 <= value <= 100:
                 raise fault("logit_bias", "biases must lie between -100 and 100")
         return self
+
+    def _check_beams(self) -> None:
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise fault(name, "it needs 'use_beam_search': true")
+            return
+        for name, off in _NOT_WITH_BEAMS.items():
+            if getattr(self, name) not in off:
+                raise fault(name, "it cannot be used with 'use_beam_search'")
 
     @property
     def stop_strings(self) -> list[str]:

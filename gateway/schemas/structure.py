@@ -74,6 +74,8 @@ class StructureFields(GenerationFields):
     @model_validator(mode="after")
     def _one_structure(self) -> StructureFields:
         asked = self._asked()
+        if asked and self.use_beam_search:
+            raise fault(asked[0].param, "it cannot be used with 'use_beam_search'")
         if len(asked) > 1:
             raise fault(asked[1].param, f"it excludes '{asked[0].param}'")
         return self
