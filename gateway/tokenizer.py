@@ -108,6 +108,8 @@ class ModelTokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Bytes of the longest token: no text of n bytes has fewer than n / longest_token tokens."""
+        if self._byte_level:  # they are there, and to list a vocabulary takes some 20 ms
+            return max([1, *map(len, self._text_bytes), *(len(token.encode()) for token in self._added)])
         return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
