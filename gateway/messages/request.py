@@ -96,9 +96,7 @@ def renamed(error: ApiError) -> ApiError:
 def _prompt_fields(body: MessageInput, tokenizer: ModelTokenizer) -> dict[str, Any]:
     system = text_of(body.system or "")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    turns = body.turns
-    if body.prefill == "":
-        turns.pop()  # there is nothing to continue
+    turns = body.turns[:-1] if body.prefill == "" else body.turns  # an empty beginning is none
     for role, blocks in turns:
         messages += [_assistant(blocks)] if role == "assistant" else _turn(role, blocks)
     if not messages:

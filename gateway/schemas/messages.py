@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -39,11 +40,10 @@ class Message(StrictModel):
 
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> Message:
-        for block in blocks_of(self.content):
+        for block in () if isinstance(self.content, str) else self.content:
             if block.type not in _BLOCKS_OF[self.role]:
-                raise fault(
-                    "content", f"a message of the role '{self.role}' can have no '{block.type}' blocks"
-                )
+                reason = f"a message of the role '{self.role}' can have no '{block.type}' blocks"
+                raise fault("content", reason)
         return self
 
 
@@ -155,7 +155,7 @@ class MessageInput(StrictModel):
     context_management: Unsupported = None
     mcp_servers: Unsupported = None
 
-    @property
+    @cached_property
     def turns(self) -> list[tuple[str, list[ContentBlock]]]:
         """The conversation by who speaks: messages of one role in a row are joined."""
         turns: list[tuple[str, list[ContentBlock]]] = []
@@ -167,7 +167,7 @@ class MessageInput(StrictModel):
                 turns.append((message.role, list(blocks)))
         return turns
 
-    @property
+    @cached_property
     def prefill(self) -> str | None:
         """The beginning of the answer, where the assistant spoke last."""
         role, blocks = self.turns[-1]

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from gateway.detokenizer import TextStream
 from gateway.reasoning import Reasoning, reasoning_of, switch_of, thinks
 from gateway.reasoning_text import ReasoningSplitter
 from gateway.tokenizer import ModelTokenizer
@@ -19,7 +20,23 @@ from gateway.tools.use import Calls, Function, ToolUse
 from tests.gateway.fake_engine import CHAT_TEMPLATE, EOS
 from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
 
-PARTS = ("<think>", "</think>", "<th", "ink>", "</", "<", " ", "\n", "\u3000", "a", "🙂", "</think", "x y")
+BYTE_LEVEL = ModelTokenizer.from_files(tokenizer_files(CHAT_TEMPLATE))
+PARTS = (
+    "<think>",
+    "</think>",
+    "<th",
+    "ink>",
+    "</",
+    "<",
+    ">",
+    " ",
+    "\n",
+    "\u3000",
+    "a",
+    "🙂",
+    "</think",
+    "x y",
+)
 texts = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 
@@ -32,8 +49,8 @@ def expected(text: str, *, opened: bool) -> tuple[str, str]:
     return inside.strip(), after.lstrip() if closed else ""
 
 
-@given(texts, st.lists(st.integers(0, 60), max_size=6), st.booleans())
-@example("<think>\nhm\n</think>\n\nyes", [3, 9, 12, 14], False)
+@given(texts, st.lists(st.integers(0, 60), max_size=6) | st.just(list(range(60))), st.booleans())
+@example("<think>\nhm\n</think>\n\nyes", list(range(60)), False)
 @example(" \n<think", [1], False)
 @example("a </think", [], True)
 def test_the_split_is_the_same_wherever_the_text_is_cut(text: str, cuts: list[int], opened: bool) -> None:
@@ -48,6 +65,29 @@ def test_the_split_is_the_same_wherever_the_text_is_cut(text: str, cuts: list[in
     last_thought, last_said = splitter.finish()
     assert (thought + last_thought, said + last_said) == expected(text, opened=opened)
     assert splitter.consumed == len(text)
+
+
+@given(texts, st.booleans(), st.sampled_from(["", "a", "x y", " 🙂"]))
+def test_every_character_is_told_or_dropped_by_the_end(text: str, opened: bool, stop: str) -> None:
+    tokens = BYTE_LEVEL.encode(text, add_special_tokens=False)
+    splitter = ReasoningSplitter(opened=opened)
+    stream = TextStream(BYTE_LEVEL.decoder(), [stop] if stop else [], splitter)
+    said = thought = ""
+    for token in tokens:
+        said += stream.feed(token)
+        thought += stream.take_reasoning()
+        assert len(said) + len(thought) <= stream.emitted_len <= stream.decoded_len
+        if stream.stopped:
+            break
+    else:
+        said += stream.finish()
+        thought += stream.take_reasoning()
+    whole_thought, whole_said = expected(text, opened=opened)
+    assert (thought, said) == (whole_thought, whole_said.partition(stop)[0] if stop else whole_said)
+    if stream.stopped:
+        assert stream.stop == stop and text[stream.emitted_len :].startswith(stop)
+    else:
+        assert stream.emitted_len == stream.decoded_len == len(text)
 
 
 def test_nothing_is_held_back_that_is_certain() -> None:

@@ -34,10 +34,13 @@ TEXT = {"type": "text", "text": "a"}
 BODIES = {
     "half": chat()[:-1],
     "deep lists": nested(100_000),
-    "a deep input": with_input(nested(900, b'{"a":', b"1}").replace(b"1}" * 900, b"1" + b"}" * 900)),
+    "a deep input": with_input(b'{"a":' * 1005 + b"1" + b"}" * 1005),
     "an input of megabytes": with_input(b'{"a":"%b"}' % (b"x" * 7 * MIB)),
     "100,000 blocks": chat(messages=user(*[TEXT] * 100_000)),
     "65,000 blocks": chat(messages=[{"role": "user", "content": [TEXT] * 1024}] * 15),
+    "4,000 messages": chat(
+        messages=[{"role": ("user", "assistant")[index % 2], "content": "a"} for index in range(4000)]
+    ),
     "100,000 messages": chat(messages=[{"role": "user", "content": "a"}] * 100_000),
     "a prompt of 7 MB": chat(messages=[{"role": "user", "content": "word " * (7 * MIB // 5)}]),
     "a lone surrogate": chat(messages=b'[{"role":"user","content":"\\ud800"}]'),

@@ -170,7 +170,9 @@ def test_a_last_message_of_the_assistant_is_continued(client: Client, engines: E
     assert prompt_of(engines["plain"]).endswith("<|im_start|>assistant\nIt is")
     empty: Any = {"role": "assistant", "content": ""}
     client.messages.create(model="plain", messages=[*QUESTION, empty], max_tokens=1)
-    assert prompt_of(engines["plain"]).endswith("<|im_start|>assistant\n")
+    client.messages.create(model="plain", messages=QUESTION, max_tokens=1)
+    *_, with_empty, without = engines["plain"].submits
+    assert with_empty.prompt_tokens == without.prompt_tokens
 
 
 def test_calls_and_results_go_back(client: Client, engines: Engines) -> None:
@@ -229,6 +231,8 @@ def test_calls_are_held_to_what_is_chosen(
     assert LLMatcher.validate_grammar(submit.grammar) == ""
     assert ("start: text" in submit.grammar) is free
     assert ("call_1" in submit.grammar) is (choice is None or "name" not in choice)
+    (calls,) = [line for line in submit.grammar.splitlines() if line.startswith("calls:")]
+    assert calls.endswith("*") is (choice in (None, {"type": "any"})), "else there is one call at most"
 
 
 @pytest.mark.parametrize(
