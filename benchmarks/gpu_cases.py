@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.gpu import lora
-from kernels.plans import BLOCK_SIZE, AttentionPlan, LoraPlan, LoraPool
+from kernels.plans import BLOCK_SIZE, RANK_PAGE, AttentionPlan, LoraPlan, LoraPool
 
 NUM_LAYERS = 32
 HIDDEN, INTERMEDIATE, VOCAB = 4096, 14336, 128256
@@ -93,8 +93,11 @@ class LoraCase:
 
 
 def lora_case(
-    pools: list[dict[str, LoraPool]], ranks: Sequence[int], num_rows: int, width: int = 4
+    pools: list[dict[str, LoraPool]], ranks: Sequence[int], num_rows: int, width: int | None = None
 ) -> LoraCase:
+    """Rows shared out evenly. The table of pages is as wide as the engine's graphs have it: 1 page, or 4."""
+    width = width or (1 if max(ranks) <= RANK_PAGE else 4)
+
     def tensors(columns: Callable[[str], int]) -> dict[str, torch.Tensor]:
         return {g: torch.randn(num_rows, columns(g), dtype=torch.bfloat16, device="cuda") for g in GROUPS}
 

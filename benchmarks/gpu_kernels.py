@@ -73,7 +73,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BaseProducts:
-    """The dense products of a step."""
+    """The dense products of a step, and SiLU·mul, into which LoRA's last half may be fused."""
 
     def __init__(self) -> None:
         def weight(size: int, out: int) -> torch.Tensor:
@@ -88,12 +88,16 @@ class BaseProducts:
     def run(self, case: LoraCase, product: Product) -> None:
         for weights in self.layers:
             for group, weight in weights.items():
-                product(case.x[group], weight)
+                self._activate(group, product(case.x[group], weight))
         product(case.x["o"], self.head)
 
     @staticmethod
     def _multiply(product: Product, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return product(x, weight)
+
+    @staticmethod
+    def _activate(group: str, y: torch.Tensor) -> torch.Tensor:
+        return silu_mul(y) if group == "gate_up" else y
 
     def run_after(self, case: LoraCase, product: Product) -> None:
         """The base product, then LoRA on top."""
@@ -101,16 +105,21 @@ class BaseProducts:
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
                 x = case.x[group]
-                lora.apply_lora(x, product(x, weight), pools[group], plan)
+                y = product(x, weight)
+                lora.apply_lora(x, y, pools[group], plan)
+                self._activate(group, y)
         product(case.x["o"], self.head)
 
     def run_beside(self, case: LoraCase, product: Product) -> None:
-        """As the model does: shrink beside the base product, then expand."""
+        """As the model does: beside the base product, as far as that goes."""
         plan = lora.prepare(case.plan, case.num_tokens)
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
-                multiply = partial(self._multiply, product, weight)
-                lora.add_lora(multiply, case.x[group], pools[group], plan)
+                x, multiply = case.x[group], partial(self._multiply, product, weight)
+                if group == "gate_up":
+                    silu_mul_add_lora(multiply, x, pools[group], plan)
+                else:
+                    lora.add_lora(multiply, x, pools[group], plan, weight if product is ours else None)
         product(case.x["o"], self.head)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kernels import native, reference
 from kernels.activation import silu_mul
+from kernels.linear import PackedWeight
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, RowVectors
 
 
@@ -49,20 +50,26 @@ def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan)
 
 
 def add_lora(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    pool: LoraPool,
+    plan: LoraPlan,
+    weight: PackedWeight | None = None,
 ) -> torch.Tensor:
     """``product(x)``, the base product [T, out], with the adapters' added to the rows that the plan names.
 
     A GPU may run a part of the adapters' work beside the base product.
 
     Args:
-        product: called once; launches on the current stream, and returns a tensor of its own.
+        product: called once, or not; launches on the current stream, and returns a tensor of its own.
         x: [T, in], contiguous, in the pool's dtype.
+        weight: given where the product is ``linear(x, weight)`` and nothing else: it may then be computed so
+            that both are summed at once, and ``product`` is not called.
     """
     if x.is_cuda and plan.num_rows:
         from kernels.gpu import lora as gpu
 
-        return gpu.add_lora(product, x, pool, plan)
+        return gpu.add_lora(product, x, pool, plan, None if weight is None else weight.data)
     y = product(x)
     apply_lora(x, y, pool, plan)
     return y

@@ -62,7 +62,9 @@ class LoraLinear:
         return unpack_weight(self._weight)
 
     def __call__(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
-        return add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan)
+        is_plain = plan.vectors is None and self._bias is None
+        weight = self._weight if is_plain else None
+        return add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan, weight)
 
     def silu_mul(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
         """``silu(gate) * up`` of the product, for the projections gate and up."""

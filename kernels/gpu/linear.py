@@ -8,6 +8,8 @@ rows to occupy the device it is cut along ``in`` too, and a second kernel sums t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton.language as tl
 
@@ -21,6 +23,19 @@ _BLOCK_K = 128
 _PROGRAMS = 256
 _MAX_SPLITS = 4
 _JOIN_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """What the kernel behind a product adds to some of its rows, in passing.
+
+    Attributes:
+        values: float32 [T, out]; only the rows in question hold any.
+        rows: int8 [T]. Not 0 for them. Written long before: it is read without waiting.
+    """
+
+    values: torch.Tensor
+    rows: torch.Tensor
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -39,22 +54,59 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x Wᵀ``, [T, in] → [T, out], for what ``fits``; sums are in float32."""
-    num_rows, size = x.shape
-    out = weight.shape[0]
+    if num_parts(x, weight) > 1:
+        return join(parts_of(x, weight), x.dtype)
+    y = torch.empty((1, x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _launch_product(x, weight, y)
+    return y[0]
+
+
+def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Into how many the product is cut along ``in``."""
+    wanted = power_of_2(ceil_div(_PROGRAMS, weight.shape[0] // _BLOCK_N))
+    return min(_MAX_SPLITS, wanted, x.shape[1] // _BLOCK_K)
+
+
+def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [parts, T, out], which sum up to the product."""
+    shape = (num_parts(x, weight), x.shape[0], weight.shape[0])
+    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch_product(x, weight, parts)
+    return parts
+
+
+def join(parts: torch.Tensor, dtype: torch.dtype, addend: Addend | None = None) -> torch.Tensor:
+    """The sum of the parts, and of the addend where it has rows, in ``dtype``."""
+    splits, num_rows, out = parts.shape
+    pdl = dependent_launch(parts)
+    y = torch.empty((num_rows, out), dtype=dtype, device=parts.device)
+    _join[(num_rows, ceil_div(out, _JOIN_BLOCK))](
+        parts,
+        y,
+        parts if addend is None else addend.values,
+        parts if addend is None else addend.rows,
+        OUT=out,
+        SPLITS=splits,
+        HAS_ADDEND=addend is not None,
+        BLOCK=_JOIN_BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return y
+
+
+def _launch_product(x: torch.Tensor, weight: torch.Tensor, parts: torch.Tensor) -> None:
+    splits, num_rows, out = parts.shape
     tiles = out // _BLOCK_N
-    splits = min(_MAX_SPLITS, power_of_2(ceil_div(_PROGRAMS, tiles)), size // _BLOCK_K)
     pdl = dependent_launch(x)
-    y = torch.empty((num_rows, out), dtype=x.dtype, device=x.device)
-    parts = y
-    if splits > 1:
-        parts = torch.empty((splits, num_rows, out), dtype=torch.float32, device=x.device)
     _product[(tiles * splits,)](
         x,
         weight,
         parts,
         num_rows,
         OUT=out,
-        SIZE=size,
+        SIZE=x.shape[1],
         ROWS=max(16, power_of_2(num_rows)),
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
@@ -65,11 +117,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         num_warps=4,
         launch_pdl=pdl,
     )
-    if splits > 1:
-        _join[(num_rows, ceil_div(out, _JOIN_BLOCK))](
-            parts, y, OUT=out, SPLITS=splits, BLOCK=_JOIN_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
-    return y
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -108,13 +155,28 @@ def _product(
 
 
 @kernel
-def _join(parts, y, OUT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _join(
+    parts,
+    y,
+    addend,
+    added_rows,
+    OUT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < OUT
+    if HAS_ADDEND:
+        added = tl.load(added_rows + row) != 0
     wait_for_inputs(PDL)
     pointers = parts + row * OUT + n
-    total = tl.load(pointers, n < OUT, 0.0)
+    total = tl.load(pointers, mask, 0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(pointers + split * tl.num_programs(0) * OUT, n < OUT, 0.0)
-    tl.store(y + row * OUT + n, total.to(y.dtype.element_ty), n < OUT)
+        total += tl.load(pointers + split * tl.num_programs(0) * OUT, mask, 0.0)
+    if HAS_ADDEND:
+        total += tl.load(addend + row * OUT + n, mask & added, 0.0)
+    tl.store(y + row * OUT + n, total.to(y.dtype.element_ty), mask)

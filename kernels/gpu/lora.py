@@ -18,16 +18,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
+from kernels.gpu import linear as few_rows
 from kernels.gpu import lora_kernels
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
+from kernels.gpu.linear import Addend
 from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, has_many, make_tiles
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool, LoraTiles
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 _FORK_ROWS = 128
 """Rows up to which it pays to run shrink beside the base product; at 256 it did not."""
+_PROMPT_ROWS = 512
+"""A plan with room for more is of prompts: there is work enough for all processors, whatever is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +85,58 @@ def apply_lora(x: torch.Tensor, y: torch.Tensor, pool: LoraPool, plan: LoraPlan)
         lora_expand(lora_shrink(x, pool, plan), y, pool, plan)
 
 
-def _shrink_beside(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``product(x)`` and ``lora_shrink(x)``: in a graph of few rows at the same time, where the base product,
-    which is launched first, leaves room for it.
+def add_lora(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    pool: LoraPool,
+    plan: LoraPlan,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ``kernels.lora.add_lora``.
+
+    In a graph of few rows shrink runs beside the base product, which is launched first and leaves room for
+    it. If the product comes in parts, which a kernel has yet to join, so does expand: that kernel adds both.
     """
     plan = plan if plan.tiles else prepare(plan, x.shape[0])
-    if x.shape[0] > _FORK_ROWS or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return product(x), lora_shrink(x, pool, plan)
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    side.wait_stream(main)
-    y = product(x)
-    with torch.cuda.stream(side):
-        shrunk = lora_shrink(x, pool, plan)
-    main.wait_stream(side)
-    return y, shrunk
-
-
-def add_lora(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
-) -> torch.Tensor:
-    """See ``kernels.lora.add_lora``."""
-    plan = plan if plan.tiles else prepare(plan, x.shape[0])
-    y, shrunk = _shrink_beside(product, x, pool, plan)
+    if not runs_beside(x):
+        y = product(x)
+        lora_expand(lora_shrink(x, pool, plan), y, pool, plan)
+        return y
+    if weight is not None and few_rows.fits(x, weight) and few_rows.num_parts(x, weight) > 1:
+        parts, addend = lora_beside(lambda: few_rows.parts_of(x, weight), x, pool, plan)
+        return few_rows.join(parts, x.dtype, addend)
+    y, shrunk = _beside(lambda: product(x), lambda: lora_shrink(x, pool, plan), x.device)
     lora_expand(shrunk, y, pool, plan)
     return y
+
+
+def runs_beside(x: torch.Tensor) -> bool:
+    """Whether LoRA of these rows runs on a second stream: in a graph of few rows."""
+    return x.is_cuda and x.shape[0] <= _FORK_ROWS and torch.cuda.is_current_stream_capturing()
+
+
+def lora_beside(
+    product: Callable[[], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+) -> tuple[torch.Tensor, Addend]:
+    """What ``product`` launches, and beside it all of LoRA, for whoever works on the product next to add."""
+
+    def alone() -> Addend:
+        values = torch.empty((x.shape[0], pool.splits[-1]), dtype=torch.float32, device=x.device)
+        lora_expand(lora_shrink(x, pool, plan), values, pool, plan, adds=False)
+        return Addend(values, _tiles_of(plan).adapted)
+
+    return _beside(product, alone, x.device)
+
+
+def _beside(first: Callable[[], T], second: Callable[[], U], device: torch.device) -> tuple[T, U]:
+    """Launches ``first`` here and then ``second`` on a stream of its own; what follows waits for both."""
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    result = first()
+    with torch.cuda.stream(side):
+        other = second()
+    main.wait_stream(side)
+    return result, other
 
 
 @cache
@@ -167,13 +201,15 @@ def lora_expand(
     plan: LoraPlan,
     config: ExpandConfig | None = None,
     shrink: ShrinkConfig | None = None,
+    *,
+    adds: bool = True,
 ) -> None:
-    """Adds ``shrunk·Bᵀ`` to the rows of ``y`` that the plan names, in place.
+    """Adds ``shrunk·Bᵀ`` to the rows of ``y`` that the plan names, in place; or else only writes it there.
 
     ``shrink`` is the configuration that ``lora_shrink`` ran with: it says how many splits hold values.
     """
     tiles = _tiles_of(plan)
-    config = config or expand_config(pool.splits[-1])
+    config = config or expand_config(pool.splits[-1], plan.segment_pages.shape[1], plan.rows.shape[0])
     shrink = shrink or shrink_config(shrunk.shape[3] * RANK_PAGE, pool.a.shape[3], plan.rows.shape[0])
     sizes = [end - start for start, end in pairwise(pool.splits)]
     num_blocks = sum(ceil_div(size, config.block_n) for size in sizes)
@@ -206,6 +242,7 @@ def lora_expand(
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
         EVEN_N=all(size % config.block_n == 0 for size in sizes),
+        ADDS=adds,
         BLOCK_K=shrink.block_k,
         MAX_SPLITS=shrink.max_splits,
         PDL=pdl,
@@ -218,15 +255,21 @@ def lora_expand(
 
 def shrink_config(columns: int, size: int, max_rows: int) -> ShrinkConfig:
     """The choice for ``columns`` (16 times the projections) of length ``size``, and room for ``max_rows``."""
-    max_splits = 16 if max_rows <= 512 else 4
+    max_splits = 16 if max_rows <= _PROMPT_ROWS else 4
+    if columns == 16 and size <= 8192 and max_rows > _PROMPT_ROWS:
+        return ShrinkConfig(256, max_splits, 64, num_stages=3)
     if columns == 16:
         return ShrinkConfig(256, max_splits, 128, num_stages=2 if size <= 8192 else 3)
     return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, num_stages=2)
 
 
-def expand_config(out: int) -> ExpandConfig:
-    """The choice for ``out`` columns in all."""
-    return ExpandConfig(128, fill=528 if out >= 16384 else 264)
+def expand_config(out: int, num_pages: int, max_rows: int) -> ExpandConfig:
+    """The choice for ``out`` columns in all, adapters of up to ``num_pages``, and room for ``max_rows``.
+
+    Adapters of many pages may stand beside those of one, whose pieces take less time: hence smaller ones.
+    """
+    fill = 528 if out >= 16384 or max_rows > _PROMPT_ROWS else 264
+    return ExpandConfig(128, fill=fill if num_pages == 1 else 2 * fill)
 
 
 def _tiles_of(plan: LoraPlan) -> LoraTiles:

@@ -12,10 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.gpu import linear as few_rows
 from kernels.gpu import lora_gated_kernels
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
-from kernels.gpu.lora import ShrinkConfig, add_lora, lora_shrink, prepare, shrink_config
+from kernels.gpu.lora import (
+    ShrinkConfig,
+    add_lora,
+    lora_beside,
+    lora_shrink,
+    prepare,
+    runs_beside,
+    shrink_config,
+)
 from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, has_many
 from kernels.plans import RANK_PAGE, LoraPlan, LoraPool
 
@@ -34,7 +43,7 @@ class GatedConfig:
     many_block_n: int = 64
     fill: int = 528
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = None
 
@@ -43,9 +52,12 @@ def silu_mul_add_lora(
     product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
 ) -> torch.Tensor:
     """See ``kernels.lora.silu_mul_add_lora``. Few rows are activated apart, by less code, from the cache."""
+    plan = plan if plan.tiles else prepare(plan, x.shape[0])
+    if x.shape[0] <= few_rows.MAX_ROWS and runs_beside(x):
+        # Of more rows silu_mul would read more than expand then saves.
+        return silu_mul(*lora_beside(lambda: product(x), x, pool, plan))
     if x.shape[0] <= MIN_ROWS:
         return silu_mul(add_lora(product, x, pool, plan))
-    plan = plan if plan.tiles else prepare(plan, x.shape[0])
     return lora_expand_silu_mul(lora_shrink(x, pool, plan), product(x), pool, plan)
 
 

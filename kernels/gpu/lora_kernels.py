@@ -181,13 +181,15 @@ def _b_block(b, offsets, n, end, rank, RANK_ROWS: tl.constexpr, EVEN_N: tl.const
 
 
 @triton.jit
-def _y_block(y, offsets, row, n, end, EVEN_N: tl.constexpr):
-    """(pointers, mask, values) of columns n of the tile's rows."""
+def _y_block(y, offsets, row, n, end, EVEN_N: tl.constexpr, ADDS: tl.constexpr):
+    """(pointers, mask, values) of columns n of the tile's rows; values are 0 where none are added to."""
     mask = (row >= 0)[:, None]
     if not EVEN_N:
         mask = mask & (n < end)[None, :]
     pointers = y + offsets[:, None] + n[None, :]
-    return pointers, mask, tl.load(pointers, mask, 0.0)
+    if ADDS:
+        return pointers, mask, tl.load(pointers, mask, 0.0)
+    return pointers, mask, tl.zeros(pointers.shape, y.dtype.element_ty)
 
 
 @triton.jit
@@ -223,6 +225,7 @@ def _expand_columns(
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN_N: tl.constexpr,
+    ADDS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -246,7 +249,7 @@ def _expand_columns(
         n = start + tl.arange(0, BLOCK_N)
         b_block = _b_block(b, b_offsets, n, end, rank, RANK_ROWS, EVEN_N)
         wait_for_inputs(PDL)
-        pointers, mask, y_block = _y_block(y, y_offsets, row, n, end, EVEN_N)
+        pointers, mask, y_block = _y_block(y, y_offsets, row, n, end, EVEN_N, ADDS)
         high, low = halves(sum_splits(v, v_offsets, v_mask, splits, v_split_stride, MAX_SPLITS, False), b)
         tl.store(pointers, _add_product(high, low, b_block, y_block).to(y_block.dtype), mask)
         start += BLOCK_N
@@ -256,7 +259,7 @@ def _expand_columns(
     for block in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         n = block + tl.arange(0, BLOCK_N)
         b_block = _b_block(b, b_offsets, n, end, rank, RANK_ROWS, EVEN_N)
-        pointers, mask, y_block = _y_block(y, y_offsets, row, n, end, EVEN_N)
+        pointers, mask, y_block = _y_block(y, y_offsets, row, n, end, EVEN_N, ADDS)
         tl.store(pointers, _add_product(high, low, b_block, y_block).to(y_block.dtype), mask)
 
 
@@ -307,6 +310,7 @@ def expand(
     BLOCK_N: tl.constexpr,
     MANY_BLOCK_N: tl.constexpr,
     EVEN_N: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -330,32 +334,35 @@ def expand(
         page = tl.load(tile + 4, eviction_policy="evict_last")
         projection, start, end = _columns_of(item % items, width, split_0, split_1, split_2, split_3)
         pages = segment_pages + segment * MAX_PAGES
-        # An adapter that lacks the projection costs nothing here, and its page may hold anything.
-        if tl.load(scales + page * PROJECTIONS + projection, eviction_policy="evict_last") != 0:
+        # An adapter that lacks the projection adds nothing, and its page may hold anything.
+        has = tl.load(scales + page * PROJECTIONS + projection, eviction_policy="evict_last") != 0
+        if not ADDS:
+            rank = tl.where(has, rank, 0)
+        if has | (not ADDS):
             few_rank_rows = (RANK_ROWS == 16) | (rank <= 16)
             few_rows = (not HAS_MANY) | (num_rows <= FEW)
             if few_rank_rows & few_rows:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
                     y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, FEW,
-                    BLOCK_N, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                    BLOCK_N, EVEN_N, ADDS, MAX_SPLITS, NUM_STAGES, PDL,
                 )  # fmt: skip
             elif few_rank_rows:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
                     y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, MANY,
-                    MANY_BLOCK_N, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                    MANY_BLOCK_N, EVEN_N, ADDS, MAX_SPLITS, NUM_STAGES, PDL,
                 )  # fmt: skip
             elif few_rows:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
                     y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, RANK_ROWS, FEW,
-                    BLOCK_N // 2, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                    BLOCK_N // 2, EVEN_N, ADDS, MAX_SPLITS, NUM_STAGES, PDL,
                 )  # fmt: skip
             else:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
                     y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, RANK_ROWS, MANY,
-                    MANY_BLOCK_N // 2, EVEN_N, MAX_SPLITS, NUM_STAGES, PDL,
+                    MANY_BLOCK_N // 2, EVEN_N, ADDS, MAX_SPLITS, NUM_STAGES, PDL,
                 )  # fmt: skip
     wait_for_inputs(PDL)

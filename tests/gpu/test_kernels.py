@@ -16,6 +16,7 @@ from benchmarks.gpu_cases import make_lora_plan, make_pool
 from benchmarks.gpu_timing import capture, relative_error
 from kernels import reference
 from kernels.gpu import lora
+from kernels.gpu.lora_gated import silu_mul_add_lora
 from kernels.linear import linear, pack_weight
 from kernels.plans import LoraPlan, LoraPool
 
@@ -64,12 +65,14 @@ def fill(static: LoraPlan, plan: LoraPlan) -> None:
     static.segment_ranks[: plan.num_segments] = plan.segment_ranks
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_shrink_beside_the_base_product_in_a_graph(rows: int) -> None:
-    """Base products of both kinds, each product's inputs being the results before."""
-    groups = ["o", "qkv", "o"]
+@pytest.mark.parametrize(("rows", "in_parts"), [(16, True), (16, False), (64, True)])
+def test_lora_beside_the_base_product_in_a_graph(rows: int, in_parts: bool) -> None:
+    """Base products of all kinds, each product's inputs being the results before."""
+    groups = ["o", "qkv", "o", "gate_up", "down"]
     pools = [make_pool(group, 70) for group in groups]
-    weights = [torch.randn(p.splits[-1], 4096, dtype=torch.bfloat16, device="cuda") / 64 for p in pools]
+    weights = [torch.randn(p.splits[-1], p.a.shape[3], dtype=torch.bfloat16, device="cuda") for p in pools]
+    for weight in weights:
+        weight /= weight.shape[1] ** 0.5
     static = buffers()
     x = torch.randn(ROWS, 4096, dtype=torch.bfloat16, device="cuda")[:rows]
     plan = LoraPlan(
@@ -84,10 +87,12 @@ def test_shrink_beside_the_base_product_in_a_graph(rows: int) -> None:
 
     def chain() -> torch.Tensor:
         tiled, y = lora.prepare(plan, rows), x
-        for pool, weight in zip(pools, weights, strict=True):
-            y = lora.add_lora(
-                partial(linear, packed=pack_weight(weight)), y[:, :4096].contiguous(), pool, tiled
-            )
+        for group, pool, weight in zip(groups, pools, weights, strict=True):
+            y, product = y[:, : weight.shape[1]].contiguous(), partial(linear, packed=pack_weight(weight))
+            if group == "gate_up":
+                y = silu_mul_add_lora(product, y, pool, tiled)
+            else:
+                y = lora.add_lora(product, y, pool, tiled, weight if in_parts else None)
         return y
 
     kept: list[torch.Tensor] = []
@@ -99,11 +104,12 @@ def test_shrink_beside_the_base_product_in_a_graph(rows: int) -> None:
         )
         graph.replay()
         want = x.double()
-        for pool, weight in zip(pools, weights, strict=True):
+        for group, pool, weight in zip(groups, pools, weights, strict=True):
             wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
-            y = want[:, :4096].contiguous()
+            y = want[:, : weight.shape[1]].contiguous()
             want = y @ weight.double().t()
             reference.lora_expand(reference.lora_shrink(y, wide, plan), want, wide, plan)
+            want = reference.silu_mul(want) if group == "gate_up" else want
         assert relative_error(kept[-1], want) < 1e-2
         first = kept[-1].clone()
         graph.replay()

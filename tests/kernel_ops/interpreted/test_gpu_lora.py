@@ -8,6 +8,7 @@ import torch
 from kernels import reference
 from kernels.gpu import lora, lora_tiles
 from kernels.gpu.activation import silu_mul
+from kernels.gpu.linear import Addend
 from kernels.gpu.lora_gated import lora_expand_silu_mul, silu_mul_add_lora
 from kernels.gpu.lora_tiles import make_tiles
 from kernels.plans import LoraPlan, LoraPool
@@ -145,8 +146,39 @@ def test_work_list_counts_only_live_tiles_and_pages(monkeypatch: pytest.MonkeyPa
     assert tiles.tiles[2:7, :2].tolist() == [[17, 16], [33, 16], [49, 16], [65, 16], [81, 1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.usefixtures("tile_sizes")
+def test_expand_alone_writes_the_rows_of_the_plan_and_no_others() -> None:
+    """Also where the adapter lacks a projection: nobody adds what was there before."""
+    torch.manual_seed(3)
+    plan = make_plan([(2, 16), (33, 40), (3, 16)], num_tokens=41, max_pages=4, spare=2)
+    pool = make_pool(plan, 64, [32, 48, 32], torch.float32)
+    page = int(plan.segment_pages[2, 0])
+    pool.scales[page, 1] = 0
+    pool.a[page, 1], pool.b[page, :, 32:80] = float("nan"), float("nan")
+    x, y = torch.randn(41, 64), torch.full((41, 112), float("nan"))
+    tiled = lora.prepare(plan, 41)
+    lora.lora_expand(lora.lora_shrink(x, pool, tiled), y, pool, tiled, adds=False)
+    adapted = tiled.tiles.adapted.bool() if tiled.tiles else None
+    assert (
+        adapted is not None and sorted(plan.rows[plan.rows >= 0].tolist()) == adapted.nonzero()[:, 0].tolist()
+    )
+    want = expected(x, torch.zeros(41, 112), pool, plan)
+    torch.testing.assert_close(y[adapted].double(), want[adapted], rtol=1e-5, atol=1e-5)
+    assert y[~adapted].isnan().all()
+
+
+def test_the_activation_of_a_sum() -> None:
+    torch.manual_seed(4)
+    gate_up, values = torch.randn(3, 2 * 1100).half(), torch.full((3, 2200), float("nan"))
+    values[2] = torch.randn(2200)
+    got = silu_mul(gate_up, Addend(values, torch.tensor([0, 0, 1], dtype=torch.int8)))
+    want = gate_up.double()
+    want[2] += values[2]
+    torch.testing.assert_close(got.double(), reference.silu_mul(want), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.usefixtures("tile_sizes")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("segments", [[(1, 8)], [(1, 8), (0, 16), (17, 16), (3, 64), (33, 16), (35, 40)]])
 def test_gate_and_up_with_their_activation(segments: list[tuple[int, int]], dtype: torch.dtype) -> None:
     torch.manual_seed(len(segments))
