@@ -7,7 +7,7 @@ stream of tokens, a search goes on elsewhere when its engine is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.beams import Beam, BeamOptions, BeamSearch
 from gateway.engine_stream import Delta, EngineStream
@@ -52,11 +52,14 @@ class BeamStream:
     def __init__(
         self, submits: Sequence[Submit], options: Sequence[BeamOptions], open_stream: OpenStream
     ) -> None:
-        """`submits`, one per prompt, are as for an EngineStream, and not modified; `options` are of each."""
-        self._prompts = [
-            _Prompt(submit, option, BeamSearch(option))
-            for submit, option in zip(submits, options, strict=True)
-        ]
+        """`submits`, one per prompt, are as for an EngineStream, and not modified; `options` are of each.
+
+        How long answers may become is what the submits say now: limits may have lowered it.
+        """
+        self._prompts = []
+        for submit, option in zip(submits, options, strict=True):
+            option = replace(option, max_tokens=submit.max_tokens)
+            self._prompts.append(_Prompt(submit, option, BeamSearch(option)))
         self._open = open_stream
         self._first = self._stream = open_stream([self._submit(each, Beam()) for each in self._prompts])
         self._told = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Schema = dict[str, Any] | bool
 
@@ -24,6 +25,7 @@ def with_care(schema: Schema) -> Schema:
     if not isinstance(schema, dict):
         return schema
     _check_bounds(schema)
+    _check_references(schema)
     return _mended(schema)
 
 
@@ -61,6 +63,49 @@ def _check_bounds(schema: dict[str, Any]) -> None:
     for key, bound in bounds:
         if bound in {"exclusiveMinimum": ends, "exclusiveMaximum": begins}.get(key, ()):
             raise ValueError(f"{key} ({bound:g}) with another bound less than 1 away is not supported")
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    """Refuses references that lead to nothing but themselves: no text would ever be let through."""
+    known: set[str] = set()
+    for first in _references(schema):
+        ref, path = first, set[str]()
+        while ref is not None and ref not in known:
+            path.add(ref)
+            known.add(ref)
+            ref = _reference_of(_at(schema, ref))
+            if ref in path:
+                raise ValueError(f"$ref {ref} leads back to itself")
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Yields the references within the document, of a schema and of all below it."""
+    if isinstance(value, dict) and (ref := _reference_of(value)) is not None:
+        yield ref
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _references(each)
+
+
+def _reference_of(value: Any) -> str | None:
+    ref = value.get("$ref") if isinstance(value, dict) else None
+    return ref if isinstance(ref, str) and ref.startswith("#") else None
+
+
+def _at(document: Any, ref: str) -> Any:
+    """Returns what a JSON pointer leads to; None where it leads nowhere, or is none."""
+    if ref != "#" and not ref.startswith("#/"):
+        return None
+    found = document
+    for part in unquote(ref).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
 
 
 def _bounds(value: Any) -> Iterator[tuple[str, float]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import pytest
-from builders import Engine, FakeAdapter, digest_of, expected_output, make_engine, make_request
+from builders import Engine, FakeAdapter, PendingResult, digest_of, expected_output, make_engine, make_request
 
 from engine.loop import MAX_FAILED_STEPS, EngineLoop
 from engine.outputs import LinkOutput
@@ -115,6 +115,29 @@ def test_a_failed_step_ends_its_own_requests_and_the_loop_goes_on(running: Runni
     assert running.finished()["link", 2, 0][0] == "LENGTH"
     assert not running.fatal.is_set()
     running.engine.check_all_free()
+
+
+def test_a_draw_that_waited_and_fails_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a step under way what a grammar allows is asked for after that has been taken in."""
+    engine, news = make_engine(), LinkOutput()
+    failures = iter([RuntimeError("once")])
+
+    def draw(_: PendingResult) -> None:
+        for error in failures:
+            raise error
+
+    monkeypatch.setattr(PendingResult, "draw", draw)
+    loop = EngineLoop(engine.scheduler, engine.runner, engine.gate, threading.Event(), overlap=True)
+    for number in (1, 2):
+        loop.submit(make_request(request_id=number, max_tokens=6))
+        for _ in range(12):
+            loop.step(lambda outputs: news.merge(outputs["link"]))
+    first, second = news.finished
+    assert first.reason.name == "ERROR" and "failed: RuntimeError" in first.error
+    assert (second.request_id, second.reason.name) == (2, "LENGTH")
+    assert news.request_ids.count(1) == 1, "what came before was told"
+    engine.check_all_free()
+    engine.close()
 
 
 def test_steps_that_keep_failing_end_the_loop(running: Running) -> None:

@@ -81,3 +81,12 @@ def test_a_chat_without_a_length_ends_where_its_limit_does(local_stack: LocalSta
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     [submit] = local_stack.engines[0].submits
     assert (submit.max_tokens, submit.priority) == (30, -3)
+
+
+def test_a_search_without_a_length_ends_there_too(local_stack: LocalStack) -> None:
+    key = add_tenant(local_stack, "acme", RateLimits(output_tokens_per_minute=240))
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "n": 2, "ignore_eos": True}
+    url = f"{local_stack.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body | {"use_beam_search": True}, headers=key, timeout=30).json()
+    assert answer["usage"]["completion_tokens"] == 60
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
