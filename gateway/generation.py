@@ -225,6 +225,8 @@ class Generation:
             now = time.perf_counter()
             pieces = [piece for delta in deltas if (piece := self._consume(delta, now))]
             self.usage.cached_tokens = self._stream.cached_tokens
+            if self.usage.reasoning_tokens is not None:
+                self.usage.reasoning_tokens = sum(choice.text.reasoning_tokens for choice in self._choices)
             if pieces:
                 return (
                     pieces
@@ -255,7 +257,6 @@ class Generation:
         reasoning = ""
         if self.usage.reasoning_tokens is not None:
             reasoning = choice.text.take_reasoning()
-            self.usage.reasoning_tokens = sum(each.text.reasoning_tokens for each in self._choices)
         if not (text or tokens or reason or reasoning):
             return None
         stop = choice.text.stop if reason else None

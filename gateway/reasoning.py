@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gateway.reasoning_text import CLOSE, OPEN, ReasoningSplitter
 from gateway.tokenizer import ModelTokenizer
@@ -36,11 +37,9 @@ class Reasoning:
         return ReasoningSplitter(opened=self.opened)
 
     def before(self, grammar: str) -> str:
-        """Returns a grammar, as llguidance takes it, that has the thought go before what `grammar` holds; ""
-        for none. The thought itself is free.
+        """Returns a grammar, as llguidance takes it, that has the thought go before what `grammar` holds. The
+        thought itself is free. Takes time in proportion to it, and raises RecursionError where it is deep.
         """
-        if not grammar:
-            return ""
         open_mark, close_mark = _mark(OPEN, self.open_token), _mark(CLOSE, self.close_token)
         rest = r"rest[lazy]: /(.|\n)*/ " + close_mark
         if self.close_token is not None:
@@ -76,6 +75,7 @@ def thinks(template: str | None) -> bool:
     return template is not None and CLOSE in template
 
 
+@lru_cache(maxsize=256)
 def switch_of(template: str | None) -> str | None:
     """Returns the template's variable that turns thinking on and off; None where there is none."""
     if template is None or not thinks(template):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,8 +10,9 @@ from fastapi import Request, Response
 
 from gateway.api.answer import AnswerFormat, generate
 from gateway.auth import Principal
+from gateway.errors import invalid_request
 from gateway.prompts import chat_prompt
-from gateway.reasoning import reasoning_of
+from gateway.reasoning import Reasoning, reasoning_of
 from gateway.resolve import ResolvedModel
 from gateway.schemas.chat import ChatRequest
 from gateway.services import Services
@@ -64,7 +66,7 @@ async def converse(
         max_tokens=body.token_limit,
         logprobs=body.wanted_logprobs,
         end_tokens=tokenizer.end_tokens,
-        grammar=plan.grammar if reasoning is None else reasoning.before(plan.grammar),
+        grammar=await _grammar(plan, reasoning),
         banned=plan.banned,
     )
     return await generate(
@@ -79,3 +81,14 @@ async def converse(
         shown=plan.shown,
         reasoning=reasoning,
     )
+
+
+async def _grammar(plan: ToolPlan, reasoning: Reasoning | None) -> str:
+    """Returns what the whole answer must fit. It may hold a large schema, which is read in a thread."""
+    if reasoning is None or not plan.grammar:
+        return plan.grammar
+    try:
+        return await asyncio.to_thread(reasoning.before, plan.grammar)
+    except RecursionError:
+        message = "What the answer must fit is nested too deeply."
+        raise invalid_request(message, code="invalid_structure") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -14,7 +16,7 @@ from gateway.bodies import read_json
 from gateway.described import EVENTS, described
 from gateway.errors import ApiError
 from gateway.messages.answer import MessageFormat
-from gateway.messages.request import chat_request_of, conversation_of, renamed
+from gateway.messages.request import chat_request_of, conversation_of, use_own_names
 from gateway.prompts import chat_prompt
 from gateway.schemas.message_answers import MessageAnswer, MessageEvent, TokenCount
 from gateway.schemas.messages import MessageInput, MessagesRequest
@@ -22,6 +24,10 @@ from gateway.services import Services
 from gateway.tools.plan import ToolPlan
 
 router = APIRouter(tags=["inference"])
+
+Result = TypeVar("Result")
+
+_SMALL_BYTES = 16 * 1024
 
 Caller = Annotated[Principal, Depends(require("inference"))]
 
@@ -41,7 +47,7 @@ async def create_message(request: Request, caller: Caller) -> Response:
     body = await read_json(request, MessagesRequest)
     user = body.metadata.user_id if body.metadata else None
     model, tokenizer = await model_for(request, caller, body.model, user)
-    chat = await chat_request_of(body, tokenizer)
+    chat = await _run(request, lambda: chat_request_of(body, tokenizer))
 
     def form_of(plan: ToolPlan) -> MessageFormat:
         return MessageFormat(model, plan, include_thinking=chat.include_reasoning)
@@ -58,7 +64,8 @@ async def create_message(request: Request, caller: Caller) -> Response:
             whole_arguments=True,
         )
     except ApiError as error:
-        raise renamed(error) from error
+        use_own_names(error)
+        raise
 
 
 @router.post("/v1/messages/count_tokens")
@@ -70,5 +77,11 @@ async def count_message_tokens(request: Request, caller: Caller) -> dict[str, An
     await count_tokenization(request)
     model = await services.models.resolve(body.model, caller)
     tokenizer = await services.own_tokenizers.of(model)
-    conversation = await conversation_of(body, tokenizer)
+    conversation = await _run(request, lambda: conversation_of(body, tokenizer))
     return {"input_tokens": len(await chat_prompt(conversation, tokenizer, model, services.templates))}
+
+
+async def _run(request: Request, work: Callable[[], Result]) -> Result:
+    """Runs the work in a thread, or here where the body that has been read is small."""
+    is_small = request.state.body_bytes <= _SMALL_BYTES
+    return work() if is_small else await asyncio.to_thread(work)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from gateway.errors import ApiError, invalid_request
 from gateway.reasoning import switch_of, thinks
@@ -18,48 +17,24 @@ from gateway.schemas.message_blocks import (
     ToolUseBlock,
     text_of,
 )
-from gateway.schemas.messages import (
-    CustomTool,
-    Message,
-    MessageInput,
-    MessagesRequest,
-    Thinking,
-    ToolChoice,
-)
+from gateway.schemas.messages import CustomTool, MessageInput, MessagesRequest, Thinking, ToolChoice
 from gateway.tokenizer import ModelTokenizer
 
-Result = TypeVar("Result")
-
-_FEW_BLOCKS = 64
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {"guided_json": "output_config.format.schema", ".function.parameters": ".input_schema"}
 """Fields of a chat request, by what a client of Anthropic's calls them."""
 
 
-async def conversation_of(body: MessageInput, tokenizer: ModelTokenizer) -> Conversation:
-    """Returns what the prompt is made of. Raises ApiError 400 for thinking that the model does not do."""
-    return await _run(body, lambda: Conversation.model_validate(_prompt_fields(body, tokenizer)))
+def conversation_of(body: MessageInput, tokenizer: ModelTokenizer) -> Conversation:
+    """Returns what the prompt is made of, in time in proportion to the body.
+
+    Raises ApiError 400 for thinking that the model does not do, and for what is nested too deeply.
+    """
+    return Conversation.model_validate(_prompt_fields(body, tokenizer))
 
 
-async def chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRequest:
-    """Returns the chat request. Raises ApiError 400 for thinking that the model does not do."""
-    return await _run(body, lambda: _chat_request_of(body, tokenizer))
-
-
-async def _run(body: MessageInput, work: Callable[[], Result]) -> Result:
-    """Runs the work in a thread, or here where there is little of it: calls and tools may be large."""
-    few = not body.tools and sum(map(_weight, body.messages)) <= _FEW_BLOCKS
-    return work() if few else await asyncio.to_thread(work)
-
-
-def _weight(message: Message) -> int:
-    if isinstance(message.content, str):
-        return 1
-    has_calls = any(isinstance(block, ToolUseBlock) for block in message.content)
-    return _FEW_BLOCKS + 1 if has_calls else len(message.content)
-
-
-def _chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRequest:
+def chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRequest:
+    """Returns the chat request, as `conversation_of` its prompt."""
     choice = body.tool_choice
     output = body.output_config.format if body.output_config else None
     return ChatRequest.model_validate(
@@ -83,14 +58,13 @@ def _chat_request_of(body: MessagesRequest, tokenizer: ModelTokenizer) -> ChatRe
     )
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Returns an error about a chat request that speaks of the client's own fields."""
+def use_own_names(error: ApiError) -> None:
+    """Has an error about a chat request speak of the client's own fields."""
     for ours, theirs in _NAMES.items():
         if error.param and ours in error.param:
             param = error.param.replace(ours, theirs)
             error.message = error.message.replace(error.param, param)
             error.param = param
-    return error
 
 
 def _prompt_fields(body: MessageInput, tokenizer: ModelTokenizer) -> dict[str, Any]:

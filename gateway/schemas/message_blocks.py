@@ -26,9 +26,7 @@ class CacheControl(StrictModel):
 class Block(StrictModel):
     """What all blocks may have."""
 
-    cache_control: CacheControl | None = Field(
-        None, description="Changes nothing."
-    )
+    cache_control: CacheControl | None = Field(None, description="Changes nothing.")
 
 
 class TextBlock(Block):

@@ -177,4 +177,3 @@ def test_an_answer_is_held_to_its_form_after_the_thought(marks: str, kind: str) 
         assert accepts(answer, opened=False) is fits
         assert accepts(f"well\n</think>\n\n{answer}", opened=True) is fits
     assert not accepts(right, opened=True) and not accepts("<think>well", opened=False)
-    assert Reasoning(False, *ids).before("") == ""
