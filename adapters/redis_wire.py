@@ -17,8 +17,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 _TICKS = 10
 _NOTHING = object()
 
-Command = tuple[Any, ...]
-"""Texts, bytes and integers."""
+
+def packed(*command: str | bytes | int) -> bytes:
+    """Returns a command as it goes over the wire."""
+    return hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows commands of one word
 
 
 class RedisWire(asyncio.Protocol):
@@ -79,13 +81,15 @@ class RedisWire(asyncio.Protocol):
         assert writer is not None
         return cls(connection, writer.transport, on_replies=on_replies, on_failure=on_failure)
 
-    def ask(self, commands: Sequence[Command]) -> None:
-        """Sends commands. Call it only while `open`, and when the batch before has been called back for."""
+    def ask(self, commands: Sequence[bytes]) -> None:
+        """Sends commands, each `packed`. Call it only while `open`, and when the batch before has been called
+        back for.
+        """
         assert self.open and not self._expected
         self._expected, self._replies = len(commands), []
         self._ticks = 0
         self._set_alarm()
-        self._transport.write(b"".join([hiredis.pack_command(command) for command in commands]))
+        self._transport.write(b"".join(commands))
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""

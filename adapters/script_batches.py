@@ -14,12 +14,12 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
-from adapters.redis_wire import Command, RedisWire
+from adapters.redis_wire import RedisWire, packed
 
 
 @dataclass(slots=True)
 class _Call:
-    command: Command
+    command: bytes
     answer: asyncio.Future[Any]
     broke: bool = False  # it was under way when a connection broke
     unknown: bool = False  # Redis has said once that it does not know the script
@@ -56,7 +56,7 @@ class ScriptBatches:
     async def __call__(self, keys: Sequence[str], args: Sequence[str | bytes]) -> Any:
         """The script's reply. Raises what Redis or the connection raises."""
         # By its hash: of a script object, redis-py asks for each call whether Redis has it.
-        command = ("EVALSHA", self._script.sha, len(keys), *keys, *args)
+        command = packed("EVALSHA", self._script.sha, len(keys), *keys, *args)
         call = _Call(command, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._send()

@@ -223,7 +223,7 @@ class Record:
 
 
 class LedgerScript:
-    """Applies records of a writer, in one round trip, each exactly once however often it is sent."""
+    """Applies records of a writer, in one round trip or two, each exactly once however often it is sent."""
 
     def __init__(self, redis: Redis, *, lease_ms: int) -> None:
         """`lease_ms`: how long a request counts as running after its last record."""
@@ -251,7 +251,7 @@ class LedgerScript:
             call = calls.setdefault(record.tenant, [])
             call += (str(record.number), record.kind, record.entry)
         await self._list(calls.keys() - self._listed)
-        # One round trip: they are all there before it begins.
+        # Two round trips at most: all but the first are there when the first has its answer.
         replies = await asyncio.gather(
             *(
                 self._script([root_of(tenant)], [writer, str(self._lease_ms), *args])
