@@ -61,7 +61,7 @@ class HostBlock:
         sides = [shape for a, b, _ in shapes.values() for shape in (a, b)]
         weights_bytes = sum(map(math.prod, sides)) * dtype.itemsize
         nbytes = weights_bytes + sum(math.prod(s) for _, _, s in shapes.values()) * torch.float32.itemsize
-        taken = 1 << (nbytes - 1).bit_length() if pin else nbytes
+        taken = 1 << (nbytes - 1).bit_length() if pin else huge_pages.taken_for(nbytes)
         block = torch.zeros(taken, dtype=torch.uint8, pin_memory=True) if pin else huge_pages.zeros(taken)
         weights = block[:weights_bytes].view(dtype)
         scales = block[weights_bytes:nbytes].view(torch.float32)
