@@ -92,10 +92,7 @@ class FolderFiles:
 
     def delete(self, name: str) -> None:
         """See `FileStore`."""
-        path = self._path(name)
-        path.unlink(missing_ok=True)
-        with suppress(OSError):  # others are there
-            path.parent.rmdir()
+        self._path(name).unlink(missing_ok=True)
 
     def names(self) -> Iterator[tuple[str, float]]:
         """See `FileStore`. What a crash has left half written is among them."""
@@ -119,7 +116,8 @@ class BucketFiles:
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """See `FileStore`."""
-        return self._store.get_range(_key(name), start, length)
+        # No server has a range of nothing.
+        return self._store.get_range(_key(name), start, length) if length else b""
 
     def delete(self, name: str) -> None:
         """See `FileStore`."""

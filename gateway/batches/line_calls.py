@@ -19,7 +19,8 @@ from gateway.inner_calls import InnerAnswer, InnerCall, InnerCalls
 from gateway.origin import Origin
 
 BATCH = Origin("batch", is_background=True)
-_TRY_AGAIN = frozenset({429, 503})
+_TRY_AGAIN = frozenset({429, 503, 504})
+"""A limit, no engine, or no turn for as long as one call may wait; what ends a batch's time ends the line."""
 _MOST_PAUSE_S = 30.0
 _SUSPENDED_S = 5.0
 

@@ -163,6 +163,8 @@ class BatchWork:
                 await self._desk.batches.record(self.lease, line, result, failed=failed)
                 break
             except (RedisError, OSError):
+                if self._stopping:
+                    raise
                 await asyncio.sleep(_RETRY_S)
         self._kept_lines += 1
         self._kept_bytes += len(result)

@@ -31,6 +31,9 @@ def test_a_file_is_read_in_parts_replaced_and_removed(store: FileStore, tmp_path
     put(store, tmp_path, "acme/file-1", b"new")
     assert store.read("acme/file-1", 0, 3) == b"new"
     assert sorted(name for name, _ in store.names()) == ["acme/file-1", "globex/file-1"]
+    put(store, tmp_path, "acme/empty", b"")
+    assert store.read("acme/empty", 0, 0) == b""
+    store.delete("acme/empty")
     store.delete("acme/file-1")
     store.delete("acme/file-1")
     with pytest.raises((FileNotFoundError, StoreUnavailable)):
