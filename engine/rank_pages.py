@@ -10,7 +10,7 @@ against a budget of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +101,10 @@ class RankPages:
     def residents(self) -> Mapping[bytes, StepAdapter]:
         """A copy of what is on the device, by digest."""
         return {digest: entry.adapter for digest, entry in self._residents.items()}
+
+    def digests(self) -> Set[bytes]:
+        """What is on the device: a view that changes along."""
+        return self._residents.keys()
 
     def references(self, digest: bytes) -> int:
         """How many sequences use the adapter now; 0 also when it is not on the device."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -201,19 +201,13 @@ class AdapterGate:
     def _is_here(self, digest: bytes) -> bool:
         return self._pages.resident(digest) is not None or self._tiers.has(digest)
 
-    def here(self) -> frozenset[bytes]:
-        """The adapters on the device, and the base model."""
-        return frozenset((b"", *self._pages.residents()))
+    def here(self) -> Set[bytes]:
+        """The adapters on the device: a view that changes along."""
+        return self._pages.digests()
 
-    def num_open(self, num_waiting: Callable[[bytes], int]) -> int:
-        """How many of those who wait have their adapter on the device, where it stays.
-
-        Args:
-            num_waiting: how many wait for an adapter, or for the base model.
-        """
-        leaving = self._claim.victims if self._claim is not None else frozenset()
-        staying = self._pages.residents().keys() - leaving
-        return sum(map(num_waiting, staying)) + num_waiting(b"")
+    def staying(self) -> Set[bytes]:
+        """Those on the device that do not make room for another."""
+        return self.here() if self._claim is None else self.here() - self._claim.victims
 
     def vocab_size(self, digest: bytes) -> int:
         """The tokens that an adapter on the device can read and draw; 0: those of the base model."""

@@ -31,6 +31,8 @@ class Lives:
         waiting: those that may be admitted.
         roster: all of them.
         outputs: the news of what happens here.
+        tables: the block tables.
+        counters: who was served how much.
         num_yielded_blocks: what those hold in the prefix cache at most who ran, and wait again.
         stepped_back: ids of those that ran, and wait again, since the step's planning began.
     """
@@ -52,9 +54,9 @@ class Lives:
         self.waiting = WaitingQueue(counters)
         self.roster = Roster()
         self.outputs = Outputs()
-        self._tables = tables
+        self.tables = tables
         self._gate = gate
-        self._counters = counters
+        self.counters = counters
         self._bounds = bounds
         self._clock = clock
         self._left_last = ("", -math.inf)  # the last tenant of which nothing was left, and when
@@ -84,7 +86,7 @@ class Lives:
         assert self._yielded_blocks.keys() == {seq.seq_id for seq in waiting if seq.num_at_start}
         assert self.num_yielded_blocks == sum(self._yielded_blocks.values())
         assert not any(seq.block_ids or seq.adapter for seq in (*waiting, *attached)), "holds while waiting"
-        self._counters.check([seq.request.tenant for seq in self.running])
+        self.counters.check([seq.request.tenant for seq in self.running])
 
     def begin_step(self) -> None:
         """The planning of a step begins."""
@@ -144,7 +146,7 @@ class Lives:
             return
         seq.tokens.append(token)
         self.outputs.token(seq, token, outcome.logprobs)
-        self._counters.charge_output(request.tenant)
+        self.counters.charge_output(request.tenant)
         if seq.constraint is not None:
             seq.constraint.take(token)
         if token in request.stop_token_ids or (seq.constraint is not None and seq.constraint.is_complete):
@@ -167,7 +169,7 @@ class Lives:
         """Lets the further choices run from the prompt that the leader has computed."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
-            self._tables.fork(leader, sibling)
+            self.tables.fork(leader, sibling)
             sibling.adapter = self._gate.acquire(leader.request.adapter_digest)
             sibling.num_charged = sibling.num_given
             sibling.num_scored = sibling.num_prompt
@@ -177,7 +179,7 @@ class Lives:
     def _run(self, seq: Sequence, why: str = "") -> None:
         seq.set_status(Status.RUNNING, why)
         self.running.append(seq)
-        self._counters.start(seq.request.tenant)
+        self.counters.start(seq.request.tenant)
 
     # ---- back to the queue ---------------------------------------------------------------------------
 
@@ -221,8 +223,8 @@ class Lives:
     def _stop_running(self, seq: Sequence, *, spoiled: bool = False) -> None:
         """The only way out of the running list: blocks and the adapter's reference are given back."""
         self.running.remove(seq)
-        self._counters.stop(seq.request.tenant)
-        self._tables.release(seq, spoiled=spoiled)
+        self.counters.stop(seq.request.tenant)
+        self.tables.release(seq, spoiled=spoiled)
         if seq.adapter is not None:
             self._gate.release(seq.request.adapter_digest)
             seq.adapter = None
@@ -236,7 +238,7 @@ class Lives:
         elif seq.status is Status.WAITING:
             self._wait_no_more(seq)
             if spoiled:  # preempted while the step that spoiled it was under way
-                self._tables.forget(seq)
+                self.tables.forget(seq)
         else:
             self._detach(seq)
         seq.set_status(Status.FINISHED, reason.name)

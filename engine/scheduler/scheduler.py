@@ -10,20 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.outputs import LinkOutput
 from engine.scheduler.adapter_gate import AdapterGate
-from engine.scheduler.background import is_background, who_gives_way
+from engine.scheduler.background import is_background
 from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.limits import SchedulerLimits
 from engine.scheduler.lives import Lives
 from engine.scheduler.prompt_budget import PromptBudget
 from engine.scheduler.queue_bounds import QueueBounds, Refused
+from engine.scheduler.room import Room
 from engine.scheduler.rows import make_row
-from engine.scheduler.turns import Turns
 from engine.sequence import FinishReason, Request, Sequence, Status
 from engine.step import StepPlan, StepResult, StepRow
 
@@ -78,13 +77,7 @@ class Scheduler:
         self._running = self._lives.running
         self._waiting = self._lives.waiting
         self._roster = self._lives.roster
-        self._num_awaiting = 0  # steps since there has been a tenant next of which nothing runs
-        self._turns = Turns(
-            self._running,
-            self._counters,
-            is_cached=pool.has_prefix_cache,
-            is_crowded=lambda: 2 * self._lives.num_yielded_blocks > pool.num_idle,
-        )
+        self._room = Room(limits.max_num_seqs, self._lives, pool, gate)
 
     # ---- what others ask ---------------------------------------------------------------------------
 
@@ -166,7 +159,7 @@ class Scheduler:
         self._lives.end_all(self._roster.take_overdue(self._clock()), FinishReason.DEADLINE)
         self._gate.begin_step(self._waiting.count, idle=not self._running)
         self._lives.end_failed_adapters()
-        self._make_room()
+        self._room.make()
         budget = self._limits.max_num_batched_tokens
         step = _Step(budget, chunk_budget=budget)
         all_fit = self._plan_decodes(step)
@@ -222,102 +215,6 @@ class Scheduler:
         self._gate.check([seq.request.adapter_digest for seq in self._running if seq.adapter is not None])
         self._lives.check()
         assert self._lives.num_seats <= self._limits.max_num_seqs
-
-    # ---- making room -------------------------------------------------------------------------------
-
-    def _make_room(self) -> None:
-        """Lets sequences whose turn is over yield what others wait for: pages, seats, and blocks."""
-        self._end_background_claim()
-        for seq in self._who_gives_way():
-            self._lives.yield_room(seq)
-        newcomer = self._newcomer()
-        self._num_awaiting = 0 if newcomer is None else self._num_awaiting + 1
-        if self._yield_pages():
-            self._gate.take_room(self._waiting.count, idle=not self._running)
-        if newcomer is not None and self._is_open(newcomer):
-            self._yield_room(newcomer)
-
-    def _newcomer(self) -> Sequence | None:
-        """The next sequence of the tenant that is next, if nothing of that tenant runs.
-
-        The first whose adapter is here, else the first; those without have told the gate what they lack.
-        """
-        first = None
-        for seq in self._waiting.fair_order(self._gate.here()):
-            tenant = seq.request.tenant
-            if is_background(tenant) or self._counters.num_running(tenant):
-                break
-            if first and tenant != first.request.tenant:
-                break
-            first = first or seq
-            if self._is_open(seq, goes_first=self._is_claimed_by_others(tenant)):
-                return seq
-        return first
-
-    def _who_gives_way(self) -> list[Sequence]:
-        if not self._roster.num_background:
-            return []
-        here = self._gate.here()
-        return who_gives_way(
-            self._running,
-            (seq for seq in self._waiting if seq.request.adapter_digest in here),
-            free_seats=self._limits.max_num_seqs - self._lives.num_seats,
-            free_blocks=self._pool.num_idle,
-            most=self._limits.max_num_seqs,
-        )
-
-    def _end_background_claim(self) -> None:
-        """A claim of background work keeps adapters from starting sequences; not those of anybody else."""
-        claim = self._gate.claim
-        if claim is None or not self._roster.has_others_than_background:
-            return
-        claimant = self._waiting.least_served(claim[0])
-        if claimant is None or is_background(claimant):
-            self._gate.give_up_claim()
-
-    def _is_claimed_by_others(self, tenant: str) -> bool:
-        """Whether a claim stands for a tenant that goes on with other sequences meanwhile."""
-        claim = self._gate.claim
-        claimant = tenant if claim is None else self._waiting.least_served(claim[0])
-        return claimant is not None and claimant != tenant and self._counters.num_running(claimant) > 0
-
-    def _is_open(self, seq: Sequence, *, goes_first: bool = False) -> bool:
-        tenant = seq.request.tenant
-        leaving = partial(self._turns.leaving, tenant)
-        num_steps = seq.request.max_len - len(seq.tokens)
-        return self._gate.is_open(
-            seq.request.adapter_digest,
-            tenant,
-            leaving,
-            num_steps=num_steps,
-            goes_first=goes_first,
-            may_claim=not (is_background(tenant) and self._roster.has_others_than_background),
-        )
-
-    def _yield_pages(self) -> bool:
-        """Lets sequences make room for the adapter that claims their pages. Returns whether any has."""
-        claim = self._gate.claim
-        if claim is None:
-            return False
-        digest, victims = claim
-        claimant = self._waiting.least_served(digest)
-        if claimant is None:
-            return False
-        leaving = self._turns.leaving(claimant)
-        ready = sorted(victim for victim in victims if victim in leaving and leaving[victim].steps <= 0)
-        for victim in ready:
-            self._gate.note_yield()
-            for seq in [seq for seq in self._running if seq.request.adapter_digest == victim]:
-                self._lives.yield_pages(seq, claimant)
-        return bool(ready)
-
-    def _yield_room(self, newcomer: Sequence) -> None:
-        """Lets sequences make room for a tenant of which nothing runs, if that suffices for it."""
-        seats = 1 + len(newcomer.siblings) + self._lives.num_seats - self._limits.max_num_seqs
-        blocks = self._tables.lacking(newcomer, num_running=len(self._running))
-        if seats > 0 or blocks > 0:
-            for seq in self._turns.who_yields(newcomer.request.tenant, seats, blocks):
-                self._lives.yield_room(seq)
 
     # ---- planning ----------------------------------------------------------------------------------
 
@@ -381,7 +278,7 @@ class Scheduler:
         # A step under way may have a row of it.
         if seq.seq_id in self._lives.stepped_back:
             return False
-        if not self._is_open(seq):
+        if not self._room.is_open(seq):
             return False
         if seq.request.vocab_size > self._gate.vocab_size(seq.request.adapter_digest):
             self._lives.end_all([seq, *seq.siblings], FinishReason.ERROR, UNKNOWN_TOKEN)
@@ -393,9 +290,9 @@ class Scheduler:
 
         None of others for a few steps after a tenant has come of which nothing runs.
         """
-        if num_decodes and 0 < self._num_awaiting <= SHORT_STEPS:
+        if num_decodes and 0 < self._room.num_awaiting <= SHORT_STEPS:
             return 0
-        num_open = self._gate.num_open(self._waiting.count)
+        num_open = self._waiting.num_ready(self._gate.staying())
         could_run = min(self._limits.max_num_seqs, len(self._running) + num_open)
         return self._prompt_budget.of_step(
             num_decodes,

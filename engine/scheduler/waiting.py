@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 
 from engine.scheduler.fairness import Account, Rank, VirtualTokenCounters
 from engine.sequence import Sequence, Status
@@ -62,6 +62,16 @@ class WaitingQueue:
         """About how many tokens came with so many of them, reckoned by the mean of all."""
         return self._num_tokens * min(count, self._length) // max(1, self._length)
 
+    def num_ready(self, adapters: Set[bytes]) -> int:
+        """How many wait for one of these adapters, or for the base model."""
+        few, many = sorted((self._by_adapter.keys(), adapters), key=len)
+        return self._by_adapter[b""] + sum(self._by_adapter[digest] for digest in few if digest in many)
+
+    def ready_of(self, tenant: str, adapters: Set[bytes]) -> Iterator[Sequence]:
+        """A waiting tenant's sequences that wait for one of these adapters, or for the base model."""
+        lanes = self._lanes[tenant]
+        return (seq for digest in lanes.keys() & {b"", *adapters} for seq in lanes[digest])
+
     def of_adapter(self, adapter_digest: bytes) -> list[Sequence]:
         """Those that wait for this adapter, in no particular order."""
         return [seq for lanes in self._lanes.values() for seq in lanes.get(adapter_digest, ())]
@@ -104,14 +114,14 @@ class WaitingQueue:
         self._num_tokens -= seq.num_given
         self._counters.depart(request.tenant)
 
-    def fair_order(self, here: Collection[bytes]) -> Iterator[Sequence]:
+    def fair_order(self, here: Set[bytes]) -> Iterator[Sequence]:
         """Proposes sequences one by one: the next of the tenant that was served least (`Account.rank`).
 
         The caller either takes a proposal (`remove`, a new status, and a charge, before it asks for the
         next) or leaves it, and then its lane is left out for the rest of this iteration.
 
         Args:
-            here: the adapters on the device, and the base model. Of others `MOST_AWAY` are proposed.
+            here: the adapters on the device. Of others `MOST_AWAY` are proposed.
         """
         heap: list[tuple[Rank, int, Account]] = [
             (account.rank, number, account) for number, account in enumerate(self._counters.waiting())
@@ -126,7 +136,7 @@ class WaitingQueue:
             heads = proposals[account.tenant]
             while heads:
                 _, head = heapq.heappop(heads)
-                if head.request.adapter_digest not in here:
+                if head.request.adapter_digest and head.request.adapter_digest not in here:
                     num_away += 1
                     if num_away > MOST_AWAY:
                         continue
@@ -138,13 +148,13 @@ class WaitingQueue:
                     heapq.heappush(heap, (account.rank, number, account))
                     break
 
-    def _proposals(self, tenant: str, here: Collection[bytes]) -> list[_Proposal]:
+    def _proposals(self, tenant: str, here: Set[bytes]) -> list[_Proposal]:
         """The first of those of the tenant's lanes that are looked at, as a heap."""
         lanes, heads = self._lanes[tenant], self._heads[tenant]
         proposals = heads[:MOST_AWAY]
         if len(heads) > MOST_AWAY:
             last, _ = proposals[-1]
-            firsts = [lanes[digest][0] for digest in here if digest in lanes]
+            firsts = [lanes[digest][0] for digest in (b"", *here) if digest in lanes]
             proposals += [(seq.order, seq) for seq in firsts if seq.order > last]
         heapq.heapify(proposals)
         return proposals

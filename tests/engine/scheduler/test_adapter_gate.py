@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
-from builders import expected_output, hold_reads, make_engine, make_request, step_until
+from builders import digest_of, expected_output, hold_reads, make_engine, make_request, step_until
 
 from engine.adapter_status import Residency
 from engine.adapter_tiers import MAX_LOADS
@@ -115,19 +115,21 @@ def test_one_slot_and_a_flood_the_cold_one_starts_within_the_bound(ranks: tuple[
 def test_base_and_other_adapters_go_on_while_a_claim_stands() -> None:
     engine = make_engine(num_pages=2, max_num_seqs=8, num_blocks=128)
     for name in "abc":
-        engine.store.add(name, 16)
+        engine.tiers.want(engine.store.add(name, 16))
+        while engine.tiers.is_loading:
+            engine.wait_for_loads()
+            engine.tiers.poll()
     engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=30))
     engine.scheduler.add(make_request(5, request_id=2, adapter="b", max_tokens=90))
     step_until(engine, 1)
     step_until(engine, 2)
     engine.scheduler.add(make_request(5, request_id=3, adapter="c", max_tokens=5))
-    for _ in range(5):
-        engine.step()
-        engine.wait_for_loads()
-    for number, adapter in ((4, "a"), (5, "b"), (6, "")):
-        engine.scheduler.add(make_request(5, request_id=number, adapter=adapter, max_tokens=5))
     engine.step()
-    assert ("link", 4) not in engine.started, "`a` ends soonest, so it is the victim, and takes no more"
+    assert engine.gate.claim == (digest_of("c"), frozenset([digest_of("a")])), "the one that ends soonest"
+    for number, adapter in ((4, "a"), (5, "b"), (6, "")):
+        engine.scheduler.add(make_request(5, request_id=number, adapter=adapter, max_tokens=60))
+    engine.step()
+    assert ("link", 4) not in engine.started, "it would use `a` for longer"
     assert ("link", 5) in engine.started and ("link", 6) in engine.started
     assert step_until(engine, 3) <= 30
     engine.run()

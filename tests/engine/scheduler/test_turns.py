@@ -200,7 +200,7 @@ def test_what_a_deep_queue_has_computed_is_not_lost_to_turns() -> None:
 def test_a_crowded_cache_lengthens_no_turn_for_a_tenant_of_which_nothing_runs() -> None:
     engine = make_engine(num_pages=1, num_blocks=400)
     bring(engine, "a", "b", "c")
-    engine.scheduler._turns._is_crowded = lambda: True
+    engine.scheduler._room._turns._is_crowded = lambda: True
     engine.scheduler.add(make_request(60, request_id=0, adapter="a", max_tokens=1000))
     steps_until_started(engine, 0)
     engine.scheduler.add(make_request(5, request_id=1, adapter="b", max_tokens=2))
