@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+from redis import Redis
 
 from gateway.batches.files import new_file
 from gateway.services import Services
@@ -89,9 +90,13 @@ class Inhabitants:
 
     def _settle_tenant(self, client: httpx.Client, tenant: str) -> None:
         found = client.get(f"/admin/tenants/{tenant}", headers=OPERATOR).json()
-        if "error" in found or found["suspended"]:
+        if "error" in found:
+            with Redis.from_url(self.stack.redis_url) as redis:  # a deleted tenant's id is not given again
+                redis.srem("loraplex:tenants:retired", tenant)
             client.post("/admin/tenants", json={"id": tenant, "name": tenant}, headers=OPERATOR)
-            client.patch(f"/admin/tenants/{tenant}", json={"suspended": False}, headers=OPERATOR)
+        elif found["suspended"] or found["base_models"] is not None or any(found["limits"].values()):
+            free = {"suspended": False, "base_models": None, "limits": None}
+            client.patch(f"/admin/tenants/{tenant}", json=free, headers=OPERATOR)
 
     def _settle_adapter(self, client: httpx.Client, own: dict[str, str]) -> None:
         client.delete(f"/v1/adapters/{ADAPTER}", headers=own)
