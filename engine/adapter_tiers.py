@@ -161,10 +161,15 @@ class AdapterTiers:
             del self._loading[digest]
             self.counters.loads_cancelled += 1
 
-    def poll(self) -> list[Loaded | LoadFailed]:
-        """The loads that have ended since the last call. Loaded ones are in host memory now.
+    def poll(self, num_waiting: Callable[[bytes], int] = lambda digest: 0) -> list[Loaded | LoadFailed]:
+        """The loads that have ended since the last call; loaded adapters are in host memory, as room allows.
 
-        Other copies beyond the budget are dropped; the last one loaded never is.
+        Copies beyond the budget are dropped: first those that no sequence waits for, or one that waits could
+        be kept from its adapter for ever, by others that are read ahead. The last one loaded goes last of
+        its kind.
+
+        Args:
+            num_waiting: how many sequences wait for an adapter.
         """
         with self._lock:
             self._take_over()
@@ -179,18 +184,18 @@ class AdapterTiers:
                 self._loading.pop(outcome.digest, None)
                 if isinstance(outcome, Loaded):
                     self._copies[outcome.digest] = outcome.copy
-            self._note(outcome)
+            self._note(outcome, num_waiting)
             ended.append(outcome)
         return ended
 
-    def _note(self, outcome: Loaded | LoadFailed) -> None:
+    def _note(self, outcome: Loaded | LoadFailed, num_waiting: Callable[[bytes], int]) -> None:
         if isinstance(outcome, LoadFailed):
             self.counters.loads_failed += 1
             return
         self.counters.note_loaded(outcome.digest, was_local=outcome.was_local, seconds=outcome.seconds)
         self._copied_bytes += outcome.copy.nbytes
         self._order.use(outcome.digest)
-        self._trim(keep=outcome.digest)
+        self._trim(outcome.digest, num_waiting)
 
     def pin(self, digests: Collection[bytes]) -> None:
         """Says which adapters go last from now on."""
@@ -275,13 +280,16 @@ class AdapterTiers:
 
     # ---- the bound of host memory -------------------------------------------------------------------
 
-    def _trim(self, *, keep: bytes) -> None:
-        """Drops copies until they are within the budget."""
+    def _trim(self, last: bytes, num_waiting: Callable[[bytes], int]) -> None:
+        """Drops copies until they are within the budget, or one is left. ``last``: the one just loaded."""
         if self._copied_bytes <= self._host_bytes:
             return
-        ranked = self._order.ranked(self._copies.keys() - {keep}, self._read_cost)
-        for digest in sorted(ranked, key=lambda digest: digest in self._pinned):
-            if self._copied_bytes <= self._host_bytes:
+
+        def rank(digest: bytes) -> tuple[bool, bool, bool]:
+            return num_waiting(digest) > 0, digest == last, digest in self._pinned
+
+        for digest in sorted(self._order.ranked(self._copies.keys(), self._read_cost), key=rank):
+            if self._copied_bytes <= self._host_bytes or len(self._copies) == 1:
                 return
             self._order.evicted(digest, self._read_cost)
             self._copied_bytes -= self._copies.pop(digest).nbytes

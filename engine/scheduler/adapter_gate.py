@@ -107,7 +107,7 @@ class AdapterGate:
         self._step += 1
         self._placements_left = PLACEMENTS_PER_STEP
         self._note_idle(idle)
-        for outcome in self._tiers.poll():
+        for outcome in self._tiers.poll(num_waiting):
             if isinstance(outcome, LoadFailed):
                 self._fail(outcome)
             else:

@@ -211,6 +211,24 @@ def test_loads_are_counted_by_where_they_came_from(
     assert counters.history(digest).loads == 3 and counters.load_seconds_disk > 0
 
 
+@pytest.mark.parametrize("waited_first", [False, True])
+def test_what_is_read_ahead_does_not_push_out_what_a_sequence_waits_for(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers], waited_first: bool
+) -> None:
+    """Room for one copy; both have ended by one look, and what is read for nobody is pinned."""
+    tiers = make_tiers(host_bytes=100)
+    waited, ahead = store.add("waited"), store.add("ahead")
+    tiers.pin([ahead])
+    for digest in (waited, ahead) if waited_first else (ahead, waited):
+        ended = tiers._done.qsize() + 1
+        tiers.want(digest)
+        while tiers._done.qsize() < ended:
+            time.sleep(0.001)
+    tiers.poll(lambda digest: digest == waited)
+    assert list(tiers.held()) == [waited] and tiers.host_bytes == 100
+    tiers.check()
+
+
 def test_pinned_copies_go_last(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:
     tiers = make_tiers(host_bytes=300)
     digests = [store.add(f"a{number}", nbytes=100) for number in range(6)]
