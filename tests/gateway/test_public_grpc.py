@@ -299,7 +299,7 @@ def test_an_error_in_the_middle_of_a_stream_is_a_status(
 def test_health_and_reflection(channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     for service in ("", "loraplex.v1.Inference"):
-        answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service))  # type: ignore[attr-defined]
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     database = ProtoReflectionDescriptorDatabase(channel)
     assert "loraplex.v1.Inference" in database.get_services()

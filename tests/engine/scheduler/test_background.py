@@ -58,8 +58,8 @@ def test_nobody_waits_for_background_work(adapters: bool) -> None:
     engine.run(until=60.0)
     step = 0.018 + 0.00085 * (SEATS + 32)
     for life, other in zip(lives, expected, strict=True):
-        # The step under way when it comes, and longer ones, since others are in them; where its adapter has no
-        # room, those in which it claims it, gets it, and has it copied. No turn of another, and no seat.
+        # The step under way when it comes, and longer ones, since others are in them; where its adapter has
+        # no room, those in which it claims it, gets it, and has it copied. No turn of another, and no seat.
         assert life.ttft <= other.ttft + (6 if adapters else 4) * step, (life.ttft, other.ttft)
     mean_ttft, mean_alone = mean(life.ttft for life in lives), mean(life.ttft for life in expected)
     assert mean_ttft <= mean_alone + 2.5 * step, (mean_ttft, mean_alone)
