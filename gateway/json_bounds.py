@@ -38,14 +38,15 @@ def check_structure(raw: bytes | bytearray) -> None:
         fields += _fields(outside)
         values += outside.count(b",")
         if fields > MAX_FIELDS or values > MAX_VALUES:
-            raise _too_much()
+            raise too_much()
 
 
 def _fields(text: bytes | bytearray) -> int:
     return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 
-def _too_much() -> ApiError:
+def too_much() -> ApiError:
+    """Returns the 400 for a body of too many parts."""
     return invalid_request(
         f"The request's body has more than {MAX_FIELDS:,} lists, objects and fields, or more than "
         f"{MAX_VALUES:,} values: send less at once.",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.struct_pb2 import Struct, Value
 
+from gateway.errors import invalid_request
+from gateway.json_bounds import MAX_FIELDS, MAX_VALUES, too_much
 from protos.loraplex_pb2 import ChatRequest, CompleteRequest, EmbedRequest, Prompt
 
 Answer = TypeVar("Answer", bound=Message)
 
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
+_STREAMING = ("stream", "stream_options")
+"""Fields that a method stands for: they are none of a call's own."""
+_LARGEST_WHOLE = 2**53
+"""The numbers of a Struct are floats: beyond this, not each whole number is one."""
 
 
 def chat_body(request: ChatRequest, *, stream: bool) -> dict[str, Any]:
@@ -48,8 +55,11 @@ def embed_body(request: EmbedRequest) -> dict[str, Any]:
 def fields_of(message: Message) -> dict[str, Any]:
     """Returns the fields of a message that are set, as JSON has them; unlike protobuf's own JSON, with
     numbers of 64 bits as numbers.
+
+    Raises ApiError 400 for more structure than a body of JSON may have: an empty message is two bytes, but
+    takes as long as any other.
     """
-    return {field.name: _value_of(field, value) for field, value in message.ListFields()}
+    return _Reader().fields_of(message)
 
 
 def answer_of(kind: type[Answer], body: dict[str, Any]) -> Answer:
@@ -65,6 +75,8 @@ def _with_options(body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
     """The body with the options among its fields."""
     options = body.pop("options", {})
     extra = options.pop("extra", {})
+    for name in _STREAMING:
+        extra.pop(name, None)
     body = extra | options | body
     return body | {"stream": True, "stream_options": {"include_usage": True}} if stream else body
 
@@ -73,25 +85,62 @@ def _prompt_of(prompt: Prompt) -> str | list[int]:
     return list(prompt.tokens.ids) if prompt.HasField("tokens") else prompt.text
 
 
-def _value_of(field: FieldDescriptor, value: Any) -> Any:
-    if field.type != FieldDescriptor.TYPE_MESSAGE:
-        return list(value) if field.is_repeated else value
-    kind = field.message_type
-    assert kind is not None, "the field is a message"
-    if kind.GetOptions().map_entry:
-        return {str(key): item for key, item in value.items()}
-    if field.is_repeated:
-        return [fields_of(item) for item in value]
-    return _plain(MessageToDict(value)) if isinstance(value, Struct) else fields_of(value)
+class _Reader:
+    """Reads one message, and counts what it holds."""
+
+    def __init__(self) -> None:
+        self._fields, self._values = MAX_FIELDS, MAX_VALUES
+
+    def fields_of(self, message: Message) -> dict[str, Any]:
+        return {field.name: self._value_of(field, value) for field, value in message.ListFields()}
+
+    def _count(self, *, fields: int = 0, values: int = 0) -> None:
+        self._fields -= fields
+        self._values -= values
+        if self._fields < 0 or self._values < 0:
+            raise too_much()
+
+    def _value_of(self, field: FieldDescriptor, value: Any) -> Any:
+        if field.type != FieldDescriptor.TYPE_MESSAGE:
+            if not field.is_repeated:
+                return value
+            self._count(values=len(value))
+            return list(value)
+        kind = field.message_type
+        assert kind is not None, "the field is a message"
+        self._count(fields=len(value) if field.is_repeated else 1)
+        if kind.GetOptions().map_entry:
+            return {str(key): item for key, item in value.items()}
+        if field.is_repeated:
+            return [self.fields_of(item) for item in value]
+        return self._struct(value) if isinstance(value, Struct) else self.fields_of(value)
+
+    def _struct(self, struct: Struct) -> dict[str, Any]:
+        self._count(fields=len(struct.fields))
+        return {name: self._json(value) for name, value in struct.fields.items()}
+
+    def _json(self, value: Value) -> Any:
+        match value.WhichOneof("kind"):
+            case "struct_value":
+                return self._struct(value.struct_value)
+            case "list_value":
+                self._count(fields=1, values=len(value.list_value.values))
+                return [self._json(item) for item in value.list_value.values]
+            case "number_value":
+                return _number(value.number_value)
+            case "string_value":
+                return value.string_value
+            case "bool_value":
+                return value.bool_value
+            case _:
+                return None
 
 
-def _plain(value: Any) -> Any:
-    """JSON of a Struct, whose numbers are all floats, with whole numbers as such."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(number: float) -> float | int:
+    """Returns a number of a Struct, a whole one as such."""
+    if not math.isfinite(number):
+        raise invalid_request(f"{number} is no number of JSON.", code="invalid_json")
+    return int(number) if number.is_integer() and abs(number) <= _LARGEST_WHOLE else number
 
 
 def _text_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import orjson
@@ -30,8 +32,10 @@ _CHAT, _COMPLETE, _EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embed
 _ORIGINS = {_CHAT: Origin("chat"), _COMPLETE: Origin("completions"), _EMBED: Origin("embeddings")}
 _SHOWN = ("x-ratelimit-", "retry-after")
 _LEAST_TIMEOUT_S = 0.001
+_LARGE_BYTES = 64 * 1024
+"""Larger messages become bodies in a thread."""
 
-Answer = TypeVar("Answer", bound=Message)
+Asked = TypeVar("Asked", bound=Message)
 
 
 class InferenceService(InferenceServicer):
@@ -44,27 +48,29 @@ class InferenceService(InferenceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: ServicerContext) -> pb.ChatResponse:
         """One answer to a conversation."""
-        body = await self._answer(_CHAT, chat_body(request, stream=False), context)
+        body = await self._answer(_CHAT, partial(chat_body, stream=False), request, context)
         return answer_of(pb.ChatResponse, body)
 
     async def ChatStream(
         self, request: pb.ChatRequest, context: ServicerContext
     ) -> AsyncIterator[pb.ChatChunk]:
         """The same, as it comes."""
-        async with aclosing(self._events(_CHAT, chat_body(request, stream=True), context)) as events:
+        made = partial(chat_body, stream=True)
+        async with aclosing(self._events(_CHAT, made, request, context)) as events:
             async for event in events:
                 yield answer_of(pb.ChatChunk, event)
 
     async def Complete(self, request: pb.CompleteRequest, context: ServicerContext) -> pb.CompleteResponse:
         """Continues texts."""
-        body = await self._answer(_COMPLETE, complete_body(request, stream=False), context)
+        body = await self._answer(_COMPLETE, partial(complete_body, stream=False), request, context)
         return answer_of(pb.CompleteResponse, body)
 
     async def CompleteStream(
         self, request: pb.CompleteRequest, context: ServicerContext
     ) -> AsyncIterator[pb.CompleteChunk]:
         """The same, as it comes."""
-        async with aclosing(self._events(_COMPLETE, complete_body(request, stream=True), context)) as events:
+        made = partial(complete_body, stream=True)
+        async with aclosing(self._events(_COMPLETE, made, request, context)) as events:
             async for event in events:
                 yield answer_of(pb.CompleteChunk, event)
 
@@ -72,7 +78,7 @@ class InferenceService(InferenceServicer):
         """Makes vectors of texts."""
         import numpy as np  # here, since gateways should start quickly
 
-        body = await self._answer(_EMBED, embed_body(request), context)
+        body = await self._answer(_EMBED, embed_body, request, context)
         response = answer_of(pb.EmbedResponse, {"model": body["model"], "usage": body["usage"]})
         for each in body["data"]:
             response.embeddings.add().values.extend(np.frombuffer(base64.b64decode(each["embedding"]), "<f4"))
@@ -88,9 +94,11 @@ class InferenceService(InferenceServicer):
 
     # ---- calls ------------------------------------------------------------------------------------------
 
-    async def _answer(self, path: str, body: dict[str, Any], context: ServicerContext) -> dict[str, Any]:
+    async def _answer(
+        self, path: str, body_of: Callable[[Asked], dict[str, Any]], request: Asked, context: ServicerContext
+    ) -> dict[str, Any]:
         """Returns the JSON of a route's answer. Aborts the call where that is an error."""
-        call = await self._call(path, body, context)
+        call = await self._call(path, body_of, request, context)
         answer = await call.answer()
         context.set_trailing_metadata(_metadata(call, answer))
         if answer.status != 200:
@@ -98,10 +106,10 @@ class InferenceService(InferenceServicer):
         return orjson.loads(answer.body)
 
     async def _events(
-        self, path: str, body: dict[str, Any], context: ServicerContext
+        self, path: str, body_of: Callable[[Asked], dict[str, Any]], request: Asked, context: ServicerContext
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yields the JSON of each event of a streamed answer. Aborts the call where one is an error."""
-        call = await self._call(path, body, context)
+        call = await self._call(path, body_of, request, context)
         context.set_trailing_metadata(_metadata(call))
         async with aclosing(call.events()) as events:
             async for event in events:
@@ -112,13 +120,20 @@ class InferenceService(InferenceServicer):
                     await _abort(context, failure_in_stream(value), _metadata(call))
                 yield value
 
-    async def _call(self, path: str, body: dict[str, Any], context: ServicerContext) -> InnerCall:
-        """Prepares a call of a route, for whoever's key came with the call."""
+    async def _call(
+        self, path: str, body_of: Callable[[Asked], dict[str, Any]], request: Asked, context: ServicerContext
+    ) -> InnerCall:
+        """Prepares a call of a route, for whoever's key came with the call. Aborts what makes no body."""
         caller = await self._caller(self._request(context), context)
+        try:
+            is_large = request.ByteSize() > _LARGE_BYTES
+            body = await asyncio.to_thread(_json, body_of, request) if is_large else _json(body_of, request)
+        except ApiError as error:
+            await _abort(context, failure_of_error(error))
         left_s = context.time_remaining()
         return self._calls.prepare(
             path,
-            orjson.dumps(body),
+            body,
             caller=caller,
             origin=_ORIGINS[path],
             timeout_s=None if left_s is None else min(max(left_s, _LEAST_TIMEOUT_S), MAX_TIMEOUT_S),
@@ -143,6 +158,10 @@ def request_of(app: FastAPI, metadata: Any, host: str = "") -> Request:
         "app": app, "client": (host, 0), "state": {},
     }  # fmt: skip
     return Request(scope)
+
+
+def _json(body_of: Callable[[Asked], dict[str, Any]], request: Asked) -> bytes:
+    return orjson.dumps(body_of(request))
 
 
 async def _abort(context: ServicerContext, failure: Failure, metadata: Metadata = ()) -> NoReturn:

