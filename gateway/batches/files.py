@@ -186,9 +186,13 @@ class Files:
             raise FileInUse
         return done == 1
 
-    async def expired(self, most: int) -> Sequence[tuple[str, str]]:
-        """Files whose time is over, as tenant and id; at most so many."""
-        found: list[Any] = await self._redis.zrangebyscore(ALL_FILES, "-inf", time.time(), start=0, num=most)
+    async def expired(self, most: int, *, after: int = 0) -> Sequence[tuple[str, str]]:
+        """Files whose time is over, as tenant and id, the longest first: at most so many, behind the first
+        `after` of them.
+        """
+        found: list[Any] = await self._redis.zrangebyscore(
+            ALL_FILES, "-inf", time.time(), start=after, num=most
+        )
         return [_pair(member) for member in found]
 
     async def of_tenant(self, tenant: str) -> Sequence[str]:

@@ -14,6 +14,8 @@ from gateway.errors import ApiError
 from gateway.json_bounds import check_structure
 
 MAX_LINES = 50_000
+_MAX_NUMBER = 2 * MAX_LINES
+"""Of a line, blank ones included: each has a bit in Redis."""
 MAX_CUSTOM_ID = 512
 _MAX_FAULTS = 100
 _PIECE_BYTES = 1024 * 1024
@@ -37,28 +39,33 @@ class BadLine(Exception):
         self.param = param
 
 
-class LineTooLong(BadLine):
-    """A line without an end as far as lines are read."""
+class Unreadable(Exception):
+    """Lines that are not read on from: what is wrong, as for BadLine, and with which."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__("line_too_long", f"The line is longer than {MAX_BODY_BYTES:,} bytes.")
+    def __init__(self, code: str, message: str, number: int) -> None:
+        super().__init__(message)
+        self.code = code
         self.number = number
 
 
 def raw_lines(files: FileStore, name: str, size: int) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, with their numbers. Blocks on the store, whenever it reads on.
 
-    Raises OSError, and LineTooLong.
+    Raises OSError, and Unreadable.
     """
     number, rest = 0, b""
     for start in range(0, size, _PIECE_BYTES):
         *whole, rest = (rest + files.read(name, start, min(_PIECE_BYTES, size - start))).split(b"\n")
         for line in whole:
             number += 1
+            if number > _MAX_NUMBER:
+                message = f"The file has more than {_MAX_NUMBER:,} lines: leave the blank ones out."
+                raise Unreadable("too_many_lines", message, number)
             if line.strip():
                 yield number, line
         if len(rest) > MAX_BODY_BYTES:
-            raise LineTooLong(number + 1)
+            message = f"The line is longer than {MAX_BODY_BYTES:,} bytes."
+            raise Unreadable("line_too_long", message, number + 1)
     if rest.strip():
         yield number + 1, rest
 
@@ -113,7 +120,7 @@ def check_lines(files: FileStore, name: str, size: int, endpoint: str) -> tuple[
                 faults.append(_fault(error.code, str(error), error.param, number))
                 if len(faults) == _MAX_FAULTS:
                     return count, faults
-    except LineTooLong as error:
+    except Unreadable as error:
         faults.append(_fault(error.code, str(error), None, error.number))
     if not count and not faults:
         faults.append(_fault("empty_file", "The file has no requests."))

@@ -82,7 +82,7 @@ async def page_of(
         start = int(rank) + 1  # type: ignore[arg-type]
     items: list[T] = []
     while len(items) <= limit:
-        wanted = limit + 1 - len(items)
+        wanted = max(limit + 1 - len(items), _AT_ONCE)  # most may be passed over
         ids = await ids_of(redis, key, start, start + wanted - 1, newest_first=newest_first)
         for at in range(0, len(ids), _AT_ONCE):
             some = ids[at : at + _AT_ONCE]

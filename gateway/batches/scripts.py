@@ -99,7 +99,9 @@ SPILL = (
     _HELD
     + """
 -- ARGV: and the name of a file in the store, the numbers of the lines whose results are there now.
-redis.call('HDEL', batch .. ':results', unpack(ARGV, 4))
+for first = 4, #ARGV, 1000 do  -- Lua's stack has no room for many more
+    redis.call('HDEL', batch .. ':results', unpack(ARGV, first, math.min(first + 999, #ARGV)))
+end
 redis.call('RPUSH', batch .. ':segments', ARGV[3])
 return 1
 """

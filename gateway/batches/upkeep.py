@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -49,10 +48,13 @@ class Upkeep:
 
     async def remove_expired(self) -> int:
         """Removes files whose time is over. Returns how many. Those in use go when that ends."""
-        removed = 0
-        for tenant, file_id in await self._files.expired(_AT_ONCE):
-            with suppress(FileInUse):
-                removed += await remove_file(self._files, self._store, tenant, file_id)
+        removed = in_use = 0
+        while expired := await self._files.expired(_AT_ONCE, after=in_use):
+            for tenant, file_id in expired:
+                try:
+                    removed += await remove_file(self._files, self._store, tenant, file_id)
+                except FileInUse:
+                    in_use += 1
         return removed
 
     async def remove_orphans(self, older_than_s: float) -> int:

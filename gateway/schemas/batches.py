@@ -50,11 +50,11 @@ class CreateBatch(StrictModel):
     completion_window: str = Field(
         max_length=8,
         description=f"`24h`, or another number of hours up to {MOST_HOURS}; what is left then is dropped.",
-        json_schema_extra={"pattern": "^[1-9][0-9]?h$"},
+        json_schema_extra={"pattern": "^([1-9][0-9]?|1[0-5][0-9]|16[0-8])h$"},
     )
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, AtMost(16)] = Field(
-        None, description="Comes back with the batch."
-    )
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, AtMost(16)
+    ] = Field(None, description="Comes back with the batch.")
     output_expires_after: OutputExpiry | None = Field(
         None, description="When the files that it writes go; after 30 days by default."
     )

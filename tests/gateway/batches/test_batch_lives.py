@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 
 from adapters.file_store import FolderFiles
 from gateway.accounts.windows import root_of
+from gateway.batches import upkeep as upkeep_module
 from gateway.batches import work
 from gateway.batches.batch import Batch, Status
 from gateway.batches.files import Files, new_file
@@ -50,6 +51,11 @@ def lines(count: int, **body: Any) -> bytes:
         for index in range(count)
     ]
     return "".join(json.dumps(each) + "\n" for each in made).encode()
+
+
+def a_batch(batch_id: str, file_id: str) -> Batch:
+    now = int(time.time())
+    return Batch("acme", batch_id, "key", "/v1/completions", file_id, "1h", now, now + 3600)
 
 
 def begin(client: OpenAI, content: bytes) -> str:
@@ -284,10 +290,7 @@ async def test_a_holder_whose_lease_is_over_changes_nothing(valkey_url: str) -> 
         batches, files = Batches(redis, lease_s=0.05), Files(redis)
         file = new_file("acme", "in.jsonl", "batch", 10)
         await files.add(file, most_bytes=None)
-        now = int(time.time())
-        await batches.create(
-            Batch("acme", "batch_1", "key", "/v1/completions", file.id, "1h", now, now + 3600)
-        )
+        await batches.create(a_batch("batch_1", file.id))
         first = await batches.claim(())
         assert first is not None and await batches.claim(()) is None
         await batches.move(first, Status.IN_PROGRESS, of=(Status.VALIDATING,), fields={"total": 2})
@@ -335,6 +338,36 @@ async def test_upkeep_removes_what_is_over_and_what_nobody_knows(valkey_url: str
         assert await files.used_bytes("acme") == 10
 
 
+async def test_any_number_of_results_moves_at_once(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        batches, files = Batches(redis, lease_s=10), Files(redis)
+        file = new_file("acme", "in.jsonl", "batch", 10)
+        await files.add(file, most_bytes=None)
+        await batches.create(a_batch("batch_1", file.id))
+        lease = await batches.claim(())
+        assert lease is not None
+        await redis.hset(f"{root_of('acme')}:batch:batch_1:results", mapping={"9000": "+a", "9001": "+b"})  # type: ignore[misc]
+        await batches.spill(lease, "acme/results", range(9001))
+        assert await batches.results("acme", "batch_1") == {9001: b"+b"}
+        assert await batches.segments("acme", "batch_1") == ["acme/results"]
+
+
+async def test_files_in_use_do_not_keep_others(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep_module, "_AT_ONCE", 2)
+    store = FolderFiles(tmp_path / "files")
+    async with Redis.from_url(valkey_url) as redis:
+        files, batches = Files(redis), Batches(redis, lease_s=10)
+        over = [new_file("acme", "a", "batch", 10, kept_s=-9 + number) for number in range(5)]
+        for number, file in enumerate(over):
+            await files.add(file, most_bytes=None)
+            if number < 3:
+                await batches.create(a_batch(f"batch_{number}", file.id))
+        assert await Upkeep(redis, files, store).remove_expired() == 2
+        assert await files.of_tenant("acme") == [file.id for file in over[:3]]
+
+
 def test_lines_are_found_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gateway.batches import lines as module
 
@@ -344,6 +377,9 @@ def test_lines_are_found_across_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     store.put("acme/a", source)
     count, faults = check_lines(store, "acme/a", source.stat().st_size, "/v1/completions")
     assert count == 4 and [(fault["line"], fault["code"]) for fault in faults] == [(6, "duplicate_custom_id")]
+    monkeypatch.setattr(module, "_MAX_NUMBER", 4)
+    _, faults = check_lines(store, "acme/a", source.stat().st_size, "/v1/completions")
+    assert [(fault["line"], fault["code"]) for fault in faults] == [(5, "too_many_lines")]
     monkeypatch.setattr(module, "MAX_BODY_BYTES", 20)
     _, faults = check_lines(store, "acme/a", source.stat().st_size, "/v1/completions")
     assert [(fault["line"], fault["code"]) for fault in faults] == [(1, "line_too_long")]

@@ -244,6 +244,15 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(stack: LocalStack, client: 
     assert client.files.delete(batch.input_file_id).deleted
 
 
+def test_what_comes_back_with_a_batch_is_short(client: OpenAI) -> None:
+    file = upload(client, [line("a")])
+    for metadata in ({"k" * 65: "v"}, {"k": "v" * 513}, {str(number): "v" for number in range(17)}):
+        with pytest.raises(openai.BadRequestError, match="metadata"):
+            client.batches.create(
+                input_file_id=file, endpoint="/v1/completions", completion_window="24h", metadata=metadata
+            )
+
+
 def test_batches_are_listed_in_pages(client: OpenAI) -> None:
     ids = [begin(client, [line("a")]).id for _ in range(5)]
     assert [each.id for each in client.batches.list(limit=2)] == ids[::-1]
