@@ -36,6 +36,7 @@ def who_gives_way(
     Args:
         running: in the order of admission.
         waiting: in any order; those whose adapter is here.
+        free_blocks: those that may be given to who starts.
         most: seats that there are in all.
     """
     workers = [seq for seq in running if is_background(seq.request.tenant)]

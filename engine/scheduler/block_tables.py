@@ -45,6 +45,10 @@ class BlockTables:
         seq.num_published = len(hits)
         return True
 
+    def headroom(self, num_running: int) -> int:
+        """How many blocks `admit` leaves free for the growth of those that run."""
+        return min(self._headroom, num_running)
+
     def lacking(self, seq: Sequence, *, num_running: int) -> int:
         """How many more blocks would have to be free for `admit`; 0 or less: none."""
         return self._lacking(seq, self._hits(seq), num_running)
@@ -60,8 +64,7 @@ class BlockTables:
 
     def _lacking(self, seq: Sequence, hits: list[int], num_running: int) -> int:
         missing = blocks_for(len(seq.tokens)) - len(hits)
-        headroom = min(self._headroom, num_running)
-        return missing + headroom - (self._pool.num_idle - self._pool.count_idle(hits))
+        return missing + self.headroom(num_running) - (self._pool.num_idle - self._pool.count_idle(hits))
 
     def prepare_write(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Makes sure that the next token of a decoding sequence has a place that is its own.

@@ -77,7 +77,7 @@ class Room:
             self._running,
             (seq for tenant in tenants for seq in self._waiting.ready_of(tenant, here)),
             free_seats=self._max_num_seqs - self._lives.num_seats,
-            free_blocks=self._pool.num_idle,
+            free_blocks=self._pool.num_idle - self._lives.tables.headroom(len(self._running)),
             most=self._max_num_seqs,
         )
 

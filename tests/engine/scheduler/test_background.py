@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean
 
 import pytest
-from builders import make_engine, make_request
+from builders import make_engine, make_request, step_until
 from virtual_engine import Life, VirtualEngine
 
 from engine.scheduler.background import account_name
@@ -113,6 +113,24 @@ def test_seats_and_blocks_are_given_back_at_once(depth: int) -> None:
         engine.step()
     engine.run()
     assert all(len(engine.tokens["work", i, 0]) == 60 for i in range(4)), "they go on afterwards"
+    engine.check_all_free()
+    engine.close()
+
+
+def test_blocks_that_are_kept_for_growth_are_no_reason_to_wait() -> None:
+    """There are as many as it needs, but not as many as must be free for it to start."""
+    engine = make_engine(max_num_seqs=8, num_blocks=400)
+    engine.scheduler.add(make_request(20, request_id=0, tenant="one", max_tokens=500, scope="first"))
+    for i in range(3):
+        engine.scheduler.add(
+            make_request(100, link="work", request_id=i, background=True, max_tokens=400, scope=f"{i}")
+        )
+    while len(engine.started) < 4:
+        engine.step()
+    num_free = engine.scheduler.num_free_blocks
+    engine.scheduler.add(make_request(16 * num_free, request_id=1, tenant="one", max_tokens=5, scope="next"))
+    assert step_until(engine, 1) <= 2
+    engine.run()
     engine.check_all_free()
     engine.close()
 
