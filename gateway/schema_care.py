@@ -38,8 +38,9 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any]:
             found[key] = _mended_any(value)
         else:
             found[key] = value
-    if schema.get("format") in ("date-time", "time"):
-        found["allOf"] = [*found.get("allOf", ()), {"pattern": _SECONDS}]
+    others = found.get("allOf", [])
+    if schema.get("format") in ("date-time", "time") and isinstance(others, list):
+        found["allOf"] = [*others, {"pattern": _SECONDS}]
     if found.get("uniqueItems") is False:  # says nothing, and would be refused
         del found["uniqueItems"]
     return found

@@ -75,6 +75,7 @@ async def test_free_text_has_no_grammar(fields: dict[str, Any]) -> None:
     [
         (json_schema({"type": "strin"}), "response_format.json_schema.schema", "Invalid type: strin"),
         (json_schema({"not": {}}), "response_format.json_schema.schema", "not"),
+        (json_schema({"format": "time", "allOf": 5}), "response_format.json_schema.schema", "allOf"),
         (json_schema({"$ref": "#/none"}), "response_format.json_schema.schema", "/none"),
         (json_schema({"$ref": "http://127.0.0.1/x"}), "response_format.json_schema.schema", "127.0.0.1"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
