@@ -122,10 +122,10 @@ class Admissions:
         """Takes what the submits may need from every limit, or nothing from any.
 
         `request_id` is the request's own, and `arrived_at` by `time.perf_counter`. `open_ended`: the client
-        has not said how long the answer may be; then `max_tokens` of the submits is lowered to what the
-        limits allow in all. Raises ApiError: 429 with the limit that refuses, 400 when the request can never
-        be admitted. Waits for Redis as long as a call may take; once that was in vain, not at all. If its
-        caller is cancelled meanwhile, what may have been taken comes back when the lease ends.
+        has not said how long the answer may be; then `bound_output` lowers `max_tokens` of the submits.
+        Raises ApiError: 429 with the limit that refuses, 400 when the request can never be admitted. Waits
+        for Redis as long as a call may take; once that was in vain, not at all. If its caller is cancelled
+        meanwhile, what may have been taken comes back when the lease ends.
         """
         rules = rules_of(caller, model.adapter_name)
         input_tokens = sum(len(submit.prompt_tokens) for submit in submits)

@@ -14,6 +14,8 @@ for _, key_of in ipairs({window_key, leases_key}) do
     local old, new = key_of(KEYS[1], ARGV[1]), key_of(KEYS[1], ARGV[2])
     if redis.call('EXISTS', old) == 1 then redis.call('RENAME', old, new) end
 end
+-- Nobody else removes those that ran when the name changed: their ends look for them where they were.
+redis.call('ZREMRANGEBYSCORE', leases_key(KEYS[1], ARGV[2]), '-inf', now_ms())
 """
 )
 

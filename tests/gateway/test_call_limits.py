@@ -12,6 +12,8 @@ import pytest
 from adapters.registry import AdapterVersion
 from gateway.accounts.admission import Admissions
 from gateway.accounts.calls import CallLimit, CallLimits, tokenization_calls
+from gateway.accounts.moves import move_use_of_adapter
+from gateway.accounts.windows import root_of
 from gateway.api import counted
 from gateway.audit import AUDIT_STREAM
 from gateway.auth import Principal
@@ -137,6 +139,16 @@ async def test_a_limit_follows_its_adapter_to_another_name(plane: ControlPlane) 
     with pytest.raises(ApiError, match="the adapter 'query'") as caught:
         await admit(gate, await find(acme["Authorization"]), "query", 3)
     assert caught.value.param == "requests_per_minute"
+
+
+async def test_who_ran_when_a_name_changed_is_forgotten_with_its_lease(plane: ControlPlane) -> None:
+    """Or each request that runs while its adapter is renamed would stay in Redis for ever."""
+    redis = plane.services.redis
+    old, new = (f"{root_of('acme')}:leases:adapter:{name}" for name in ("sql", "query"))
+    await redis.zadd(old, {"ended": 1, "runs": 1 << 50})
+    await move_use_of_adapter(redis, "acme", "sql", "query")
+    assert await redis.zrange(new, 0, -1) == [b"runs"]
+    assert not await redis.exists(old)
 
 
 async def admit(gate: Admissions, who: Principal, adapter: str, number: int) -> None:
