@@ -181,7 +181,7 @@ class AdapterGate:
         claim = self._claim
         if goes_first and claim is not None and claim.digest != digest and self._is_here(digest):
             self._claim = claim = None
-        if claim is not None and not claim.lets_start(digest, end=self._step + num_steps):
+        if not self.lets_start(digest, num_steps=num_steps):
             return False
         if self._pages.resident(digest) is None:
             self._bills.begin(digest, tenant)
@@ -197,6 +197,11 @@ class AdapterGate:
         if copy is not None and may_claim and self._placements_left:
             self._claim = make_claim(self._pages, digest, copy, leaving(), step=self._step, before=claim)
         return False
+
+    def lets_start(self, digest: bytes, *, num_steps: int) -> bool:
+        """Whether no claim keeps a sequence of this adapter from starting. Arguments as of `is_open`."""
+        claim = self._claim
+        return claim is None or claim.lets_start(digest, end=self._step + num_steps)
 
     def _is_here(self, digest: bytes) -> bool:
         return self._pages.resident(digest) is not None or self._tiers.has(digest)

@@ -35,7 +35,7 @@ def who_gives_way(
 
     Args:
         running: in the order of admission.
-        waiting: in any order; those whose adapter is here.
+        waiting: in any order; those whose adapter is here, and lets them start.
         free_blocks: those that may be given to who starts.
         most: seats that there are in all.
     """

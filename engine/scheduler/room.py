@@ -73,13 +73,19 @@ class Room:
             return []
         here = self._gate.here()
         tenants = [account.tenant for account in self._counters.waiting() if not account.is_background]
+        ready = (seq for tenant in tenants for seq in self._waiting.ready_of(tenant, here))
         return who_gives_way(
             self._running,
-            (seq for tenant in tenants for seq in self._waiting.ready_of(tenant, here)),
+            filter(self._may_start, ready),
             free_seats=self._max_num_seqs - self._lives.num_seats,
             free_blocks=self._pool.num_idle - self._lives.tables.headroom(len(self._running)),
             most=self._max_num_seqs,
         )
+
+    def _may_start(self, seq: Sequence) -> bool:
+        """Whether no claim keeps one whose adapter is here from starting."""
+        num_steps = seq.request.max_len - len(seq.tokens)
+        return self._gate.lets_start(seq.request.adapter_digest, num_steps=num_steps)
 
     def _end_background_claim(self) -> None:
         """A claim of background work keeps adapters from starting sequences; not those of anybody else."""

@@ -135,6 +135,26 @@ def test_blocks_that_are_kept_for_growth_are_no_reason_to_wait() -> None:
     engine.close()
 
 
+def test_background_work_stays_while_a_claim_keeps_others_from_starting() -> None:
+    """Else it would go and come again, every second step, for one that cannot have its seat."""
+    engine = make_engine(max_num_seqs=4, num_blocks=400, num_pages=1, enable_prefix_caching=False)
+    for name in ("here", "next"):
+        engine.store.add(name)
+    engine.scheduler.add(make_request(20, request_id=0, adapter="here", max_tokens=300, scope="0"))
+    step_until(engine, 0)
+    for i in range(10):
+        engine.scheduler.add(
+            make_request(50, link="work", request_id=i, background=True, max_tokens=400, scope=f"w{i}")
+        )
+    engine.scheduler.add(make_request(20, request_id=1, adapter="next", max_tokens=300, scope="1"))
+    while engine.gate.claim is None or engine.scheduler.num_running < 4:
+        engine.step()
+    engine.scheduler.add(make_request(20, request_id=2, adapter="here", max_tokens=300, scope="2"))
+    step_until(engine, 1)
+    assert engine.scheduler.figures()["seat_yields"] <= 2
+    engine.close()
+
+
 def test_background_work_makes_nobody_yield() -> None:
     engine = make_engine(max_num_seqs=2, num_blocks=100)
     for i in range(6):
