@@ -172,7 +172,7 @@ class EngineStream:
     def on_prompt_logprobs(self, choice: int, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """See Receiver. A prompt that is computed again, elsewhere, is told again."""
         known = self._prompt_logprobs.setdefault(self._choices[choice].prompt, [])
-        known[start - 1 :] = logprobs
+        known[start - 1 : start - 1 + len(logprobs)] = logprobs
 
     def on_vector(self, choice: int, values: bytes) -> None:
         """See Receiver."""
