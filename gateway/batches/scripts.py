@@ -65,9 +65,12 @@ return redis.call('HGET', batch, 'status')
 GIVE_BACK = (
     _HELD
     + """
--- ARGV: and the tenant. Anybody may claim the batch at once.
+-- ARGV: and the tenant. Anybody may claim the batch at once, but after those that wait already: work on this
+-- one may have failed, and may fail again.
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('HSET', batch, 'holder', '')
-redis.call('ZADD', 'loraplex:batches', 'XX', 0, ARGV[3] .. ' ' .. ARGV[1])
+redis.call('ZADD', 'loraplex:batches', 'XX', now, ARGV[3] .. ' ' .. ARGV[1])
 return 1
 """
 )

@@ -338,6 +338,24 @@ async def test_upkeep_removes_what_is_over_and_what_nobody_knows(valkey_url: str
         assert await files.used_bytes("acme") == 10
 
 
+async def test_a_batch_that_is_given_back_comes_after_those_that_wait(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        batches, files = Batches(redis, lease_s=10), Files(redis)
+        file = new_file("acme", "in.jsonl", "batch", 10)
+        await files.add(file, most_bytes=None)
+        for number in (1, 2):
+            await batches.create(a_batch(f"batch_{number}", file.id))
+            await asyncio.sleep(0.002)
+        claimed: list[str] = []
+        for _ in range(3):
+            lease = await batches.claim(())
+            assert lease is not None
+            claimed.append(lease.batch_id)
+            await batches.give_back(lease)
+            await asyncio.sleep(0.002)
+        assert claimed == ["batch_1", "batch_2", "batch_1"]
+
+
 async def test_any_number_of_results_moves_at_once(valkey_url: str) -> None:
     async with Redis.from_url(valkey_url) as redis:
         batches, files = Batches(redis, lease_s=10), Files(redis)
