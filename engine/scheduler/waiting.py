@@ -12,6 +12,8 @@ from engine.sequence import Sequence, Status
 
 MOST_AWAY = 64
 """So many sequences are proposed whose adapter is not on the device: more than adapters load at once."""
+LEAST_AWAY = 4
+"""So many of a tenant in any case: what others wait for may never come."""
 
 _Proposal = tuple[tuple[int, int, int], Sequence]
 """A sequence behind its order, which is its own alone: no two sequences are ever compared."""
@@ -29,7 +31,8 @@ class WaitingQueue:
     arrival.
 
     With thousands of adapters queued a step must not ask about each. So only the first `MOST_AWAY` lanes in
-    order are looked at, and all whose adapter is on the device, of which there are no more than rank pages.
+    order are looked at, the first `LEAST_AWAY` of each tenant, and all whose adapter is on the device, of
+    which there are no more than rank pages.
     """
 
     def __init__(self, counters: VirtualTokenCounters) -> None:
@@ -121,14 +124,15 @@ class WaitingQueue:
         next) or leaves it, and then its lane is left out for the rest of this iteration.
 
         Args:
-            here: the adapters on the device. Of others `MOST_AWAY` are proposed.
+            here: the adapters on the device. Of others `MOST_AWAY` are proposed, and `LEAST_AWAY` of each
+                tenant.
         """
         heap: list[tuple[Rank, int, Account]] = [
             (account.rank, number, account) for number, account in enumerate(self._counters.waiting())
         ]
         heapq.heapify(heap)
         proposals: dict[str, list[_Proposal]] = {}
-        num_away = 0
+        num_away, num_away_of = 0, Counter[str]()
         while heap:
             _, number, account = heapq.heappop(heap)
             if account.tenant not in proposals:
@@ -137,9 +141,10 @@ class WaitingQueue:
             while heads:
                 _, head = heapq.heappop(heads)
                 if head.request.adapter_digest and head.request.adapter_digest not in here:
-                    num_away += 1
-                    if num_away > MOST_AWAY:
+                    if num_away >= MOST_AWAY and num_away_of[account.tenant] >= LEAST_AWAY:
                         continue
+                    num_away += 1
+                    num_away_of[account.tenant] += 1
                 yield head
                 if head.status is not Status.WAITING:
                     lane = self._lanes.get(account.tenant, {}).get(head.request.adapter_digest)

@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 import pytest
-from builders import Engine, hold_reads, make_engine, make_request
+from builders import Engine, digest_of, hold_reads, make_engine, make_request, step_until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.adapter_tiers import MAX_LOADS
 from engine.scheduler.fairness import VirtualTokenCounters
-from engine.scheduler.waiting import MOST_AWAY, WaitingQueue
+from engine.scheduler.waiting import LEAST_AWAY, MOST_AWAY, WaitingQueue
 from engine.sequence import Sequence, Status
 
 
@@ -214,11 +214,29 @@ def test_a_step_asks_about_few_of_thousands_of_adapters_that_wait() -> None:
 
     engine.gate.is_open = counted  # type: ignore[method-assign]
     engine.step()
-    assert 0 < len(asked) <= 2 * MOST_AWAY + 1, "for a newcomer, and for admission"
-    assert len(engine.gate._bills._payer) <= MOST_AWAY + MAX_LOADS
+    assert 0 < len(asked) <= 2 * MOST_AWAY + LEAST_AWAY + 1, "for a newcomer, and for admission"
+    assert len(engine.gate._bills._payer) <= MOST_AWAY + LEAST_AWAY + MAX_LOADS
     engine.scheduler.add(make_request(5, request_id=5000, tenant="tenant-0"))
     engine.step()
     assert ("link", 5000) in engine.started, "who needs nothing is found behind all of them"
+    released.set()
+    engine.close()
+
+
+def test_adapters_that_never_come_keep_no_other_tenant_from_its_own() -> None:
+    """One tenant was served less, and waits for many adapters that cannot be read; another's was here."""
+    engine = make_engine(num_pages=1, num_blocks=200)
+    for name in ("warm", "other"):
+        engine.store.add(name)
+        engine.scheduler.add(make_request(request_id=len(name), tenant="second", adapter=name))
+        engine.run()
+    assert engine.pages.resident(digest_of("warm")) is None, "it is in host memory alone"
+    released = hold_reads(engine)
+    for number in range(MOST_AWAY + MAX_LOADS):
+        request = make_request(request_id=100 + number, tenant="first", adapter=f"cold-{number}")
+        engine.scheduler.add(request)
+    engine.scheduler.add(make_request(request_id=99, tenant="second", adapter="warm"))
+    assert step_until(engine, 99, most=20)
     released.set()
     engine.close()
 
