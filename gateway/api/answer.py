@@ -35,6 +35,8 @@ ENGINE_ERRORS = (404, 500, 504)
 """What a request that reaches an engine may end in, beside what every request may."""
 
 _LEAST_LOGPROB = -9999.0
+_FEW_TOKENS = 1000
+"""With logprobs: so many are written on the event loop, more in a thread."""
 
 
 class AnswerFormat(Protocol):
@@ -175,7 +177,12 @@ async def _answer_whole(
     if keep < of:
         scores = [-index if ranked else generation.mean_logprob(index) for index in range(choices)]
         collected = best_choices(collected, scores, of=of, keep=keep)
-    return Response(orjson.dumps(form.whole(collected, generation.usage)), media_type="application/json")
+
+    def body() -> bytes:
+        return orjson.dumps(form.whole(collected, generation.usage))
+
+    are_few = sum(len(piece.tokens) for own in collected for piece in own) <= _FEW_TOKENS
+    return Response(body() if are_few else await asyncio.to_thread(body), media_type="application/json")
 
 
 async def _events(generation: Generation, form: AnswerFormat, include_usage: bool) -> AsyncGenerator[bytes]:
@@ -184,7 +191,10 @@ async def _events(generation: Generation, form: AnswerFormat, include_usage: boo
         await generation.start()
         yield form.opening(generation.usage)
         while pieces := await generation.next():
-            yield b"".join([form.chunk(piece) for piece in pieces])
+            if sum([len(piece.tokens) for piece in pieces]) <= _FEW_TOKENS:
+                yield b"".join([form.chunk(piece) for piece in pieces])
+            else:
+                yield await asyncio.to_thread(lambda pieces=pieces: b"".join(map(form.chunk, pieces)))
         if include_usage:
             yield form.usage_chunk(generation.usage)
 

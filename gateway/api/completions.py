@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,7 +13,8 @@ from gateway.api.answer import ENGINE_ERRORS, finish_reason_of, finite, generate
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
 from gateway.described import EVENTS, described
-from gateway.echo import Echo, echoed_prompt
+from gateway.echo import Echo, EchoedPrompt, echoed_prompt
+from gateway.errors import invalid_request
 from gateway.generation import Piece, TokenInfo, Usage
 from gateway.grammars import grammar_of
 from gateway.prompts import prompts_of
@@ -26,6 +28,11 @@ from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import TokenLogprobs
 
 router = APIRouter(tags=["inference"])
+
+MAX_ECHOED = 2**20
+"""Logprobs of prompts that one answer may hold: each choice repeats those of its prompt, at no cost else."""
+_SHORT_TOKENS = 1000
+"""Echoed prompts that become text on the event loop."""
 
 
 @router.post("/v1/completions")
@@ -48,6 +55,7 @@ async def create_completion(
     services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
     prompts = await prompts_of(body.prompts, tokenizer, model)
+    _check_echo(body, prompts)
     submits = build_submits(
         body,
         prompts,
@@ -72,7 +80,7 @@ async def create_completion(
         model=model,
         tokenizer=tokenizer,
         route="completions",
-        echo=_echo_of(body, prompts, tokenizer) if body.echo else None,
+        echo=await _echo_of(body, prompts, tokenizer) if body.echo else None,
     )
 
 
@@ -81,11 +89,29 @@ def _limit_of(body: CompletionRequest) -> int:
     return max(DEFAULT_MAX_TOKENS, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
 
 
-def _echo_of(body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: ModelTokenizer) -> Echo:
-    echoed = [
-        echoed_prompt(given, tokens, tokenizer) for given, tokens in zip(body.prompts, prompts, strict=True)
-    ]
-    return Echo(echoed, body.drawn_choices, with_logprobs=body.logprobs is not None)
+def _check_echo(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ApiError 400 for more logprobs of prompts than an answer may hold."""
+    if not body.echo or body.logprobs is None:
+        return
+    count = sum(map(len, prompts)) * body.drawn_choices * (1 + body.logprobs)
+    if count > MAX_ECHOED:
+        raise invalid_request(
+            f"With 'echo' the answer would hold {count:,} logprobs of prompts, more than {MAX_ECHOED:,}. Ask "
+            "for fewer choices or alternatives, or send the prompts one by one.",
+            param="logprobs",
+        )
+
+
+async def _echo_of(
+    body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: ModelTokenizer
+) -> Echo:
+    def echoed() -> list[EchoedPrompt]:
+        pairs = zip(body.prompts, prompts, strict=True)
+        return [echoed_prompt(given, tokens, tokenizer) for given, tokens in pairs]
+
+    is_short = sum(map(len, prompts)) <= _SHORT_TOKENS
+    made = echoed() if is_short else await asyncio.to_thread(echoed)
+    return Echo(made, body.drawn_choices, with_logprobs=body.logprobs is not None)
 
 
 class CompletionFormat:

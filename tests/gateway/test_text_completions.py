@@ -153,6 +153,16 @@ def test_of_echoed_token_ids_special_ones_are_shown_too(module_client: httpx.Cli
     assert answer["choices"][0]["text"] == tokenizer.decode([72, EOS, 73], skip_special_tokens=False)
 
 
+def test_long_echoes_are_the_same_streamed(module_client: httpx.Client) -> None:
+    fields: dict[str, Any] = {"prompt": [65] * 200, "n": 8, "echo": True, "logprobs": 1, "max_tokens": 1}
+    whole = complete(module_client, seed=1, **fields)["choices"]
+    found = streamed(module_client, seed=1, **fields)
+    for choice in whole:
+        assert len(choice["logprobs"]["tokens"]) >= 200
+        assert found[choice["index"]]["text"] == choice["text"]
+        assert found[choice["index"]]["logprobs"] == choice["logprobs"]
+
+
 def test_echo_goes_with_best_of(module_client: httpx.Client) -> None:
     fields = {"n": 1, "best_of": 4, "seed": 8, "max_tokens": 40}
     plain = complete(module_client, **fields)["choices"][0]["text"]
@@ -203,6 +213,7 @@ def test_the_token_that_ends_a_text_may_stay_too(module_client: httpx.Client, en
         ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "at most 0"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "greater than or equal to 0"),
         ({"echo": "yes"}, "echo", "boolean"),
+        ({"prompt": [65] * 400, "echo": True, "logprobs": 20, "n": 128}, "logprobs", "logprobs of prompts"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
