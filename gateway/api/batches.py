@@ -28,7 +28,7 @@ router = APIRouter(
 
 
 @router.post("")
-@described(BatchObject, errors=(404,))
+@described(BatchObject, errors=(404, 409))
 async def create_batch(body: CreateBatch, request: Request, caller: Caller) -> dict[str, Any]:
     """Begins a batch. Its lines are checked first; when one is wrong, none runs."""
     services: Services = request.app.state.services
@@ -38,6 +38,7 @@ async def create_batch(body: CreateBatch, request: Request, caller: Caller) -> d
     if source.purpose != "batch":
         message = f"The file has the purpose '{source.purpose}': a batch reads one with the purpose 'batch'."
         raise invalid_request(message, param="input_file_id", code="invalid_purpose")
+    await _check_room(services, caller)
     now = int(time.time())
     batch = Batch(
         tenant=caller.tenant_id,
@@ -102,6 +103,23 @@ async def cancel_batch(batch_id: str, request: Request, caller: Caller) -> dict[
             409, message, type="invalid_request_error", code="batch_not_cancellable", param="batch_id"
         )
     return (await _batch(request, caller, batch_id)).to_dict()
+
+
+async def _check_room(services: Services, caller: Principal) -> None:
+    """Raises ApiError 409 where what batches wrote takes more than the tenant may have: no answer is refused
+    for that, so the next batch is.
+    """
+    most = caller.limits.file_bytes
+    used = await services.files.used_bytes(caller.tenant_id) if most is not None else 0
+    if most is not None and used > most:
+        raise ApiError(
+            409,
+            f"This tenant's files take {used:,} bytes, and may take {most:,}. Delete those that you no longer "
+            "need, or ask your operator for more.",
+            type="invalid_request_error",
+            code="file_bytes_quota_exceeded",
+            param="input_file_id",
+        )
 
 
 async def _batch(request: Request, caller: Principal, batch_id: str) -> Batch:

@@ -290,6 +290,19 @@ def test_the_bytes_of_files_are_limited(stack: LocalStack, client: OpenAI, tmp_p
         upload(client, [line("a"), line("b")])
     names = sorted(path.name for path in (stack.store / "files" / tenant).iterdir())
     assert names == [kept]
-    upload(client, [line("b")])
+    second = upload(client, [line("b")])
     client.files.delete(kept)
     upload(client, [line("c")])
+
+    def batch() -> Batch:
+        return client.batches.create(
+            input_file_id=second, endpoint="/v1/completions", completion_window="24h"
+        )
+
+    wrote = wait_for(client, batch().id, "completed")
+    with pytest.raises(openai.ConflictError) as refused:
+        batch()
+    assert refused.value.code == "file_bytes_quota_exceeded"
+    assert wrote.output_file_id is not None
+    client.files.delete(wrote.output_file_id)
+    batch()
