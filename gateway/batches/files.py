@@ -44,6 +44,8 @@ _ADD = (
     + """
 -- KEYS: the tenant's root. ARGV: tenant, id, created_ms, expires_at, bytes, the most that all may take or '',
 -- the fields of its hash. Replies with what the others take by now: -1 when it was added.
+-- A client of Redis repeats a call whose connection broke: the file's own bytes are no reason to refuse it.
+if redis.call('EXISTS', KEYS[1] .. ':file:' .. ARGV[2]) == 1 then return -1 end
 local used = tonumber(redis.call('GET', KEYS[1] .. ':file_bytes') or 0)
 if ARGV[6] ~= '' and used + ARGV[5] > tonumber(ARGV[6]) then return used end
 add_file(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], {unpack(ARGV, 7)})

@@ -105,7 +105,10 @@ SPILL = (
 for first = 4, #ARGV, 1000 do  -- Lua's stack has no room for many more
     redis.call('HDEL', batch .. ':results', unpack(ARGV, first, math.min(first + 999, #ARGV)))
 end
-redis.call('RPUSH', batch .. ':segments', ARGV[3])
+-- A client of Redis repeats a call whose connection broke: a file must not be there twice.
+if not redis.call('LPOS', batch .. ':segments', ARGV[3]) then
+    redis.call('RPUSH', batch .. ':segments', ARGV[3])
+end
 return 1
 """
 )

@@ -356,6 +356,25 @@ async def test_a_batch_that_is_given_back_comes_after_those_that_wait(valkey_url
         assert claimed == ["batch_1", "batch_2", "batch_1"]
 
 
+async def test_a_call_that_redis_gets_twice_counts_once(valkey_url: str) -> None:
+    """Its client sends one again whose reply was lost."""
+    async with Redis.from_url(valkey_url) as redis:
+        batches, files = Batches(redis, lease_s=10), Files(redis)
+        file = new_file("acme", "in.jsonl", "batch", 10)
+        for _ in range(2):
+            await files.add(file, most_bytes=15)
+            await batches.create(a_batch("batch_1", file.id))
+        assert await files.used_bytes("acme") == 10
+        lease = await batches.claim(())
+        assert lease is not None
+        for _ in range(2):
+            await batches.record(lease, 1, b"+one", failed=False)
+            await batches.spill(lease, "acme/results", [1])
+        assert await batches.segments("acme", "batch_1") == ["acme/results"]
+        found = await batches.find("acme", "batch_1")
+        assert found is not None and found.completed == 1
+
+
 async def test_any_number_of_results_moves_at_once(valkey_url: str) -> None:
     async with Redis.from_url(valkey_url) as redis:
         batches, files = Batches(redis, lease_s=10), Files(redis)
