@@ -114,8 +114,8 @@ async def _check_room(services: Services, caller: Principal) -> None:
     if most is not None and used > most:
         raise ApiError(
             409,
-            f"This tenant's files take {used:,} bytes, and may take {most:,}. Delete those that you no longer "
-            "need, or ask your operator for more.",
+            f"This tenant's files take {used:,} bytes and may take {most:,}. Delete what you no longer need, "
+            "or ask your operator for more.",
             type="invalid_request_error",
             code="file_bytes_quota_exceeded",
             param="input_file_id",
