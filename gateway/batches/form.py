@@ -61,7 +61,8 @@ async def received_form(request: Request, *, default_kept_s: int) -> AsyncIterat
             size = file.size or 0
             if size > MAX_FILE_BYTES:
                 raise _too_large()
-            yield IncomingForm(file.filename[-_MAX_NAME:], file.file, size, _kept_s(fields, default_kept_s))
+            name = file.filename.encode(errors="replace").decode()  # some charsets make what is no text
+            yield IncomingForm(name[-_MAX_NAME:], file.file, size, _kept_s(fields, default_kept_s))
     except ClientDisconnect:
         raise _bad("The client went away during the upload.", None) from None
 

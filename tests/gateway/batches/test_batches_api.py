@@ -116,6 +116,18 @@ def test_what_is_no_form_of_a_file_is_refused(client: OpenAI) -> None:
     assert broken.status_code == 400 and broken.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_filename_is_text_whatever_its_charset(client: OpenAI) -> None:
+    kind = "multipart/form-data; boundary=x; charset=unicode_escape"
+    parts = [
+        '--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch',
+        '--x\r\nContent-Disposition: form-data; name="file"; filename="\\ud800.jsonl"\r\n\r\n{}',
+        "--x--\r\n",
+    ]
+    headers = {"authorization": f"Bearer {client.api_key}", "content-type": kind}
+    kept = httpx.post(f"{client.base_url}files", headers=headers, content="\r\n".join(parts).encode())
+    assert kept.status_code == 200 and kept.json()["filename"] == "?.jsonl"
+
+
 def test_a_tenant_has_its_own_files_and_batches(stack: LocalStack, client: OpenAI) -> None:
     batch = wait_for(client, begin(client, [line("a")]).id)
     with stack.client(stack.add_tenant("elsewhere")) as other:
