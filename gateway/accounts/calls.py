@@ -1,4 +1,4 @@
-"""Limits on calls that generate nothing: what manages adapters and keys, and what makes tokens of text.
+"""Limits on calls that generate nothing: what manages adapters, keys and files, or makes tokens of text.
 
 They are the same for every tenant, and far above what honest use comes to. They are there so that no tenant
 keeps the gateways busy with work that no other limit counts, or fills Redis with the audit of its changes.
@@ -37,6 +37,9 @@ class CallLimit:
 
 MANAGEMENT = CallLimit("management_calls_per_minute", "management calls per minute", 1_200, _MINUTE_MS)
 CHANGES = CallLimit("changes_per_day", "changes to adapters and keys per day", 20_000, _DAY_MS)
+FILE_CALLS = CallLimit("file_calls_per_minute", "calls per minute to files and batches", 1_200, _MINUTE_MS)
+FILE_CHANGES = CallLimit("file_changes_per_day", "changes to files and batches per day", 20_000, _DAY_MS)
+"""Apart from the first two: a key that may only infer must not keep the tenant from revoking it."""
 TOKENIZATION = CallLimit(
     "tokenization_per_minute",
     "calls per minute that make tokens of text or the reverse",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from gateway.api.counted import count_management
+from gateway.api.counted import count_file_calls
 from gateway.api.files import After, Caller, file_not_found, unknown_cursor
 from gateway.auth import Principal, require
 from gateway.batches.batch import Batch
@@ -23,7 +23,7 @@ from gateway.services import Services
 router = APIRouter(
     prefix="/v1/batches",
     tags=["batches"],
-    dependencies=[Depends(require("inference")), Depends(count_management)],
+    dependencies=[Depends(require("inference")), Depends(count_file_calls)],
 )
 
 

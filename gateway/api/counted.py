@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from gateway.accounts.calls import CHANGES, MANAGEMENT, TOKENIZATION, tokenization_calls
+from gateway.accounts.calls import (
+    CHANGES,
+    FILE_CALLS,
+    FILE_CHANGES,
+    MANAGEMENT,
+    TOKENIZATION,
+    CallLimit,
+    tokenization_calls,
+)
 from gateway.services import Services
 
 
@@ -13,8 +21,17 @@ async def count_management(request: Request) -> None:
 
     A change also counts for its day, but not each part of an upload. Raises ApiError 429.
     """
+    await _count(request, MANAGEMENT, CHANGES)
+
+
+async def count_file_calls(request: Request) -> None:
+    """The same for files and batches. Raises ApiError 429."""
+    await _count(request, FILE_CALLS, FILE_CHANGES)
+
+
+async def _count(request: Request, calls: CallLimit, changes: CallLimit) -> None:
     is_change = request.method in ("POST", "PUT", "DELETE")
-    limits = (MANAGEMENT, CHANGES) if is_change else (MANAGEMENT,)
+    limits = (calls, changes) if is_change else (calls,)
     await _services(request).calls.take(request.state.caller.tenant_id, limits)
 
 

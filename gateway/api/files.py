@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from adapters.file_store import FileStore
-from gateway.api.counted import count_management
+from gateway.api.counted import count_file_calls
 from gateway.auth import Principal, require
 from gateway.batches.files import KEPT_S, FileInUse, QuotaExceeded, StoredFile, new_file
 from gateway.batches.form import IncomingForm, received_form
@@ -28,7 +28,7 @@ from gateway.services import Services
 router = APIRouter(
     prefix="/v1/files",
     tags=["batches"],
-    dependencies=[Depends(require("inference")), Depends(count_management)],
+    dependencies=[Depends(require("inference")), Depends(count_file_calls)],
 )
 
 Caller = Annotated[Principal, Depends(require("inference"))]

@@ -34,6 +34,8 @@ from gateway.api import (
     admin_keys,
     admin_tenants,
     admin_usage,
+    batches,
+    files,
     pulls,
     uploads,
     usage,
@@ -165,6 +167,8 @@ async def control_plane(
             adapter_contents,
             adapter_grants,
             usage,
+            files,
+            batches,
         ):
             app.include_router(module.router)
         app.state.services = services

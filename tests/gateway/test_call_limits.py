@@ -24,6 +24,7 @@ from protos.engine_pb2 import ModelInfo, Submit
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
 
 FEW = CallLimit("few", "calls", 3, 60_000)
+FEW_MORE = CallLimit("few_more", "calls", 3, 60_000)
 
 
 @pytest.fixture
@@ -70,6 +71,19 @@ async def test_changes_are_counted_by_the_day_and_refused_before_they_are_made(
     assert await plane.services.redis.xlen(AUDIT_STREAM) == noted
     shown = (await plane.client.get("/v1/adapters/sql", headers=acme)).json()
     assert not shown["pinned"]
+
+
+async def test_a_key_that_infers_cannot_keep_its_tenant_from_revoking_it(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counted, "FILE_CALLS", FEW)
+    for name in ("MANAGEMENT", "CHANGES"):
+        monkeypatch.setattr(counted, name, FEW_MORE)
+    acme = await plane.tenant("acme", "inference", "adapters", "admin")
+    answers = [await plane.client.post("/v1/files", headers=acme) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [415, 415, 415, 429], "what they are counts, not what comes of them"
+    assert (await plane.client.get("/v1/batches", headers=acme)).status_code == 429
+    assert (await plane.client.delete("/admin/tenants/acme/keys/none", headers=acme)).status_code == 404
 
 
 async def test_any_number_of_gateways_count_as_one_until_the_window_ends(valkey_url: str) -> None:
