@@ -81,7 +81,7 @@ async def test_a_key_that_infers_cannot_keep_its_tenant_from_revoking_it(
         monkeypatch.setattr(counted, name, FEW_MORE)
     acme = await plane.tenant("acme", "inference", "adapters", "admin")
     answers = [await plane.client.post("/v1/files", headers=acme) for _ in range(4)]
-    assert [answer.status_code for answer in answers] == [415, 415, 415, 429], "what they are counts, not what comes of them"
+    assert [answer.status_code for answer in answers] == [415, 415, 415, 429]
     assert (await plane.client.get("/v1/batches", headers=acme)).status_code == 429
     assert (await plane.client.delete("/admin/tenants/acme/keys/none", headers=acme)).status_code == 404
 
