@@ -19,7 +19,10 @@ import torch
 
 _HUGE = 2 << 20
 """Bytes. Where they are larger, little is lost: the advice is then ignored for what is smaller."""
-_spare: deque[mmap.mmap] = deque(maxlen=4)
+_MOST_SPARE = 4
+_MOST_SPARE_BYTES = 256 << 20
+"""No budget counts them, so they are few."""
+_spare: deque[mmap.mmap] = deque()
 """Given back, and not zero; the oldest goes to the system when there are more."""
 
 
@@ -37,7 +40,7 @@ def zeros(nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
     memory = _spare_piece(taken_for(nbytes)) or _new_piece(taken_for(nbytes))
     piece = np.frombuffer(memory, dtype=np.uint8)
-    weakref.finalize(piece, _spare.append, memory).atexit = False
+    weakref.finalize(piece, _give_back, memory).atexit = False
     return torch.from_numpy(piece)[:nbytes]
 
 
@@ -54,6 +57,13 @@ def _spare_piece(nbytes: int) -> mmap.mmap | None:
             return memory
         _spare.append(memory)
     return None
+
+
+def _give_back(memory: mmap.mmap) -> None:
+    _spare.append(memory)
+    with suppress(IndexError):  # another thread was faster
+        while len(_spare) > _MOST_SPARE or sum(map(len, tuple(_spare))) > _MOST_SPARE_BYTES:
+            _spare.popleft()
 
 
 def _new_piece(nbytes: int) -> mmap.mmap:

@@ -113,7 +113,7 @@ async def test_what_was_under_way_when_a_connection_broke_is_asked_again(redis: 
     assert batches._wire is not None
     batches._wire._transport.abort()
     assert await answers == ["0", "1", "2"]
-    assert int(await redis.get("asked")) >= 3
+    assert int(await redis.get("asked") or 0) >= 3
 
 
 async def test_a_connection_that_redis_has_closed_is_replaced(redis: Redis) -> None:

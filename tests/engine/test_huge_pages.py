@@ -37,6 +37,15 @@ def test_few_are_kept() -> None:
     assert len(huge_pages._spare) == 4
 
 
+def test_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_MOST_SPARE_BYTES", SIZES[2])
+    pieces = [huge_pages.zeros(size) for size in (SIZES[0], SIZES[2])]
+    del pieces
+    assert [len(piece) for piece in huge_pages._spare] in ([SIZES[2]], [4 << 20])
+    huge_pages.zeros(SIZES[2] + 1)
+    assert sum(map(len, huge_pages._spare)) <= SIZES[2]
+
+
 def test_small_pieces_are_torch_s_own() -> None:
     assert huge_pages.taken_for(1000) == 1000
     assert not huge_pages.zeros(1000).any()
