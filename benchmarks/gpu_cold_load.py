@@ -32,6 +32,7 @@ from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
 from engine.model.adapter_reading import read_adapter, reserve_host_memory
+from engine.model.adapter_rehearsal import rehearse_packing
 from engine.model.adapter_weights import HostAdapter
 from engine.outputs import LinkOutput
 from engine.rank_pages import RankPages
@@ -107,6 +108,7 @@ def _measure(bench: Bench, folder: Path) -> dict[str, float]:
     gate = AdapterGate(RankPages(64), tiers, bench.runner.write_adapter, bench.runner.drop_adapter)
     scheduler = Scheduler(bench.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
     loop = EngineLoop(scheduler, bench.runner, gate, news, overlap=True)
+    rehearse_packing(bench.model.config, bench.model.dtype)
     reserve_host_memory(bench.model.network, nbytes=RESERVED, max_rank=RANK)
     warm = [b"warm-%d" % i for i in range(NUM_WARM)]
     preload(gate, warm)

@@ -17,6 +17,7 @@ from engine.host_memory import available_ram
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
 from engine.model.adapter_reading import read_adapter, reserve_host_memory
+from engine.model.adapter_rehearsal import rehearse_packing
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
@@ -79,6 +80,7 @@ def assemble(settings: EngineSettings) -> Core:
                 max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
             )
         prepare_packing(model.dtype)
+        rehearse_packing(model.config, model.dtype)
         reserve_host_memory(
             model.network, nbytes=min(host_bytes, _MOST_RESERVED), max_rank=settings.max_lora_rank
         )

@@ -21,6 +21,7 @@ from adapters.safetensors_header import RawHeader
 from adapters.weight_files import RawHeaders, read_headers
 from engine.model.adapter_packing import PackingPlan, packing_plan
 from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_rehearsal import rehearse_packing
 from engine.model.adapter_weights import HostAdapter
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from engine.model.llama import LlamaModel
@@ -154,6 +155,19 @@ def test_plans_are_kept_by_what_decides_them(
     assert plan(config, headers=huge) is not plan(config, headers=huge), "megabytes are not kept"
     with pytest.raises(InvalidAdapter, match="trainable_token_indices"):
         plan(replace(config, token_indices={"embed_tokens": (3,)}))
+
+
+def test_the_rehearsed_plan_is_that_of_an_adapter_from_peft(
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path
+) -> None:
+    model, network = base
+    modules = tuple(network.config.modules)
+    folder = save_adapter(model, tmp_path / "adapter", rank=16, targets=modules, seed=1, lora_alpha=8)
+    real = packing_plan(read_config(folder), read_headers(folder), network.config, torch.float32)
+    made_up = rehearse_packing(network.config, torch.float32)
+    assert made_up.layout.linear.keys() == real.layout.linear.keys()
+    assert torch.equal(made_up.scales, real.scales)
+    assert made_up.copies.shape == real.copies.shape
 
 
 def test_writing_overwrites_the_whole_page_and_no_other(
