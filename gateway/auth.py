@@ -77,6 +77,10 @@ class _Entry:
     suspended: bool
     checked_at: float  # time.monotonic()
 
+    @property
+    def has_expired(self) -> bool:
+        return bool(self.record.expires) and time.time() >= self.record.expires
+
 
 class Authenticator:
     """Turns `Authorization` headers into principals, from a cache that Redis keeps true.
@@ -94,7 +98,7 @@ class Authenticator:
         grace_s: float,
     ) -> None:
         self._redis = redis
-        self._key_lookup = KeyLookup(redis)
+        self._key_lookup, self._keys = KeyLookup(redis), Keys(redis)
         self._operator_digest = digest_of(operator_key.get_secret_value()) if operator_key else None
         self._cache_s = cache_s
         self._grace_s = grace_s
@@ -136,11 +140,19 @@ class Authenticator:
         return _usable(entry)
 
     async def principal_of(self, key_id: str) -> Principal:
-        """Returns whose key this is, for work that goes on after the request that began it.
+        """Returns whose key this is, for work that goes on after the request that began it. When it has been
+        rotated, and is taken no more, it is the key that replaced it.
 
-        Raises ApiError as `authenticate` does, where the key would not be taken any more.
+        Raises ApiError as `authenticate` does, where neither would be taken any more; redis' own errors when
+        Redis is away and it was rotated.
         """
         entry = await self._find(key_id)
+        while entry is None or entry.has_expired:
+            replacement = await self._keys.replacement(key_id)
+            if replacement is None:
+                break
+            key_id = replacement
+            entry = await self._find(key_id)
         if entry is None:
             raise _unauthorized("The API key that this began with is gone.")
         return _usable(entry)
@@ -277,7 +289,7 @@ def require(scope: str) -> Requirement:
 
 def _usable(entry: _Entry) -> Principal:
     """Returns whose key it is. Raises ApiError: 401 where it has expired, 403 for a suspended tenant."""
-    if entry.record.expires and time.time() >= entry.record.expires:
+    if entry.has_expired:
         raise _unauthorized("This API key has expired. Ask your operator for a new one.")
     if entry.suspended:
         raise ApiError(

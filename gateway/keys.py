@@ -2,6 +2,7 @@
 
     loraplex:key:<id>               hash: digest, tenant, scopes, created, expires, note, limits (JSON)
     loraplex:keys:<tenant>          set of the tenant's key ids
+    loraplex:replaced:<id>          the id of the key that a rotated one was replaced by; goes after some days
 
 A key reads `lpx_<id>_<secret>`. The secret has 256 random bits; only the SHA-256 of the whole key is stored,
 so a slow password hash would add nothing. The key itself is returned once, by `create` or `rotate`, and is
@@ -29,6 +30,8 @@ from gateway.tenants import AUTH_CHANNEL, read_document, read_documents, tenant_
 DEFAULT_SCOPES = frozenset({"inference", "adapters"})
 OPERATOR_ID = "operator"
 NO_TENANT = ""
+_REPLACED_S = 8 * 24 * 3600
+"""For how long after its end it is known what replaced a key: longer than a batch that it made may take."""
 
 _KEY = re.compile(r"lpx_([a-z0-9]{1,32})_[A-Za-z0-9_-]{32,128}")
 
@@ -49,12 +52,13 @@ return 1
 """
 # The old key goes at once, or expires; what it was must still hold, since the new one is made from that.
 _ROTATE = """
-local old, new, stops, channel, entry, expected = unpack(ARGV, 1, 6)
+local old, new, stops, channel, entry, expected, known_s = unpack(ARGV, 1, 7)
 for field, value in pairs(cjson.decode(expected)) do
     if (redis.call('HGET', KEYS[2], field) or '') ~= value then return 0 end
 end
-redis.call('HSET', KEYS[3], unpack(ARGV, 7))
+redis.call('HSET', KEYS[3], unpack(ARGV, 8))
 redis.call('SADD', KEYS[1], new)
+redis.call('SET', KEYS[5], new, 'EX', known_s + math.max(0, stops - redis.call('TIME')[1]))
 if stops == '0' then
     redis.call('SREM', KEYS[1], old)
     redis.call('DEL', KEYS[2])
@@ -196,10 +200,21 @@ class Keys:
             stops = min(now + grace_s, old.expires or now + grace_s) if grace_s else 0
             after = {**describe(old), "expires": stops or now, "replaced_by": record.id}
             entry = Change("key.rotate", tenant_id, key_id, describe(old), after).to_entry(by)
-            redis_keys = [_set_key(tenant_id), document_key(key_id), document_key(record.id), AUDIT_STREAM]
-            args = [key_id, record.id, stops, AUTH_CHANNEL, entry, json.dumps(document), *_to_fields(record)]
+            redis_keys = [
+                *(_set_key(tenant_id), document_key(key_id), document_key(record.id), AUDIT_STREAM),
+                _replaced_key(key_id),
+            ]
+            args = [
+                *(key_id, record.id, stops, AUTH_CHANNEL, entry, json.dumps(document), _REPLACED_S),
+                *_to_fields(record),
+            ]
             if await self._rotate(keys=redis_keys, args=args):
                 return record, key
+
+    async def replacement(self, key_id: str) -> str | None:
+        """Returns the id of the key that a rotation made in place of another; None: none, or days ago."""
+        found: bytes | str | None = await self._redis.get(_replaced_key(key_id))
+        return found.decode() if isinstance(found, bytes) else found
 
     async def revoke(self, tenant_id: str, key_id: str, *, by: Actor = GATEWAY) -> bool:
         """Deletes a key of this tenant and tells every gateway. Returns whether the tenant had such a key."""
@@ -251,6 +266,10 @@ def _new(key_id: str, terms: _Terms) -> tuple[KeyRecord, str]:
 def document_key(key_id: str) -> str:
     """The Redis key of a key's document."""
     return f"loraplex:key:{key_id}"
+
+
+def _replaced_key(key_id: str) -> str:
+    return f"loraplex:replaced:{key_id}"
 
 
 def _set_key(tenant_id: str) -> str:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import LedgerEntry
 from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
-from gateway.accounts.rules import bound_output, limits_for, output_tokens_of, rules_of
+from gateway.accounts.rules import background_share, bound_output, limits_for, output_tokens_of, rules_of
 from gateway.accounts.windows import ADMIT, CONCURRENT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
@@ -118,11 +118,13 @@ class Admissions:
         arrived_at: float,
         route: str,
         open_ended: bool,
+        background: bool = False,
     ) -> Admission:
         """Takes what the submits may need from every limit, or nothing from any.
 
         `request_id` is the request's own, and `arrived_at` by `time.perf_counter`. `open_ended`: the client
         has not said how long the answer may be; then `bound_output` lowers `max_tokens` of the submits.
+        `background`: nobody waits for it, so it meets a share of each limit only, whoever uses the others'.
         Raises ApiError: 429 with the limit that refuses, 400 when the request can never be admitted. Waits
         for Redis as long as a call may take; once that was in vain, not at all. If its caller is cancelled
         meanwhile, what may have been taken comes back when the lease ends.
@@ -145,17 +147,23 @@ class Admissions:
             route,
         )
         asked_at = time.monotonic()
-        reply = await self._reply(entry, limits)
+        met = [background_share(limit) for limit in limits] if background else limits
+        reply = await self._reply(entry, met)
         if reply is None:
             return Admission(entry, arrived_at, admitted=False)
         admitted, now_ms, *figures = reply
         standings = [
             Standing(limit, used, self._reset_ms(limit, start_ms, now_ms))
-            for limit, used, start_ms in zip(limits, figures[::2], figures[1::2], strict=True)
+            for limit, used, start_ms in zip(met, figures[::2], figures[1::2], strict=True)
         ]
-        rooms = [self._room(caller.tenant_id, each) for each in standings if each.limit.kind == CONCURRENT]
+        rooms = [
+            self._room(caller.tenant_id, limit, each.used)
+            for limit, each in zip(limits, standings, strict=True)
+            if limit.kind == CONCURRENT
+        ]
         if not admitted:
-            self._remember(caller.tenant_id, standings, asked_at)
+            if not background:  # others still have what it may not take
+                self._remember(caller.tenant_id, standings, asked_at)
             raise self._refusal(caller, model.adapter_name, standings)
         return Admission(entry, arrived_at, rate_headers(standings), rooms=rooms)
 
@@ -190,13 +198,13 @@ class Admissions:
             self._away_until = 0.0
         return orjson.loads(reply)
 
-    def _room(self, tenant_id: str, standing: Standing) -> Room:
+    def _room(self, tenant_id: str, limit: Limit, used: int) -> Room:
         """Returns the room of a limit, as all its running requests share it, with what is known of it now."""
-        key = (tenant_id, standing.limit.subject)
+        key = (tenant_id, limit.subject)
         room = self._rooms.get(key)
         if room is None:
             room = self._rooms[key] = Room()
-        room.is_scarce = 2 * standing.used >= standing.limit.most
+        room.is_scarce = 2 * used >= limit.most
         return room
 
     def _reset_ms(self, limit: Limit, start_ms: int, now_ms: int) -> int:

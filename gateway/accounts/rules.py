@@ -20,6 +20,8 @@ from protos.engine_pb2 import Submit
 
 OPEN_ENDED_SHARE = 1 / 4
 """Of a limit on tokens: what an answer may have whose length the client has not said."""
+BACKGROUND_SHARE = 1 / 2
+"""Of a limit: what may be used of it when background work is admitted."""
 
 
 class Rule(NamedTuple):
@@ -69,6 +71,17 @@ def limits_for(rules: Sequence[Rule], input_tokens: int, output_tokens: int) -> 
         if limit.amount > limit.most:
             raise never_fits(limit)
     return limits
+
+
+def background_share(limit: Limit) -> Limit:
+    """Returns what background work meets in place of a limit, so that the rest is for what is waited for.
+
+    What needs more than that share is admitted while nothing of the limit is used. A month's tokens are all
+    for whoever comes first: they are a budget, and nobody waits until they are free again.
+    """
+    if limit.kind == MONTH_TOKENS:
+        return limit
+    return limit._replace(most=max(int(limit.most * BACKGROUND_SHARE), limit.amount))
 
 
 def output_tokens_of(submits: Sequence[Submit]) -> int:

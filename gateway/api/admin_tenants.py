@@ -142,6 +142,9 @@ async def _deletion(services: Services, tenant_id: str) -> dict[str, Any]:
         "keys": [record.id for record in await services.keys.of_tenant(tenant_id)],
         "adapters": doomed,
         "bytes": await services.registry.bytes_of(tenant_id),
+        "files": await services.files.count(tenant_id),
+        "file_bytes": await services.files.used_bytes(tenant_id),
+        "batches": await services.batches.open_of(tenant_id),
         "granted": [f"{version.tenant}/{version.name}" for version in granted],
     }
 

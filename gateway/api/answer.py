@@ -93,6 +93,7 @@ async def generate(
         arrived_at=request.state.arrived_at,
         route=origin.route,
         open_ended=body.open_ended,
+        background=origin.is_background,
     )
     open_stream = partial(services.engines.open, model_digest=model.info.digest, deadline=deadline)
     generation = Generation(

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 
 from gateway.api.counted import count_file_calls
-from gateway.api.files import After, Caller, file_not_found, unknown_cursor
+from gateway.api.files import After, Caller, file_not_found, too_many_files, unknown_cursor
 from gateway.auth import Principal, require
 from gateway.batches.batch import Batch
+from gateway.batches.files import MAX_FILES
 from gateway.batches.pages import UnknownCursor
 from gateway.batches.store import MAX_OPEN, NoInputFile, TooManyBatches
 from gateway.described import described
@@ -106,9 +107,11 @@ async def cancel_batch(batch_id: str, request: Request, caller: Caller) -> dict[
 
 
 async def _check_room(services: Services, caller: Principal) -> None:
-    """Raises ApiError 409 where what batches wrote takes more than the tenant may have: no answer is refused
-    for that, so the next batch is.
+    """Raises ApiError 409 where what batches wrote is more than the tenant may have: no answer is refused for
+    that, so the next batch is.
     """
+    if await services.files.count(caller.tenant_id) > MAX_FILES:
+        raise too_many_files()
     most = caller.limits.file_bytes
     used = await services.files.used_bytes(caller.tenant_id) if most is not None else 0
     if most is not None and used > most:

@@ -60,6 +60,7 @@ async def create_embeddings(
         arrived_at=request.state.arrived_at,
         route=origin.route,
         open_ended=False,
+        background=origin.is_background,
     )
     generation = _generation(services, submits, caller, model, tokenizer, origin, admission, deadline)
     try:

@@ -15,7 +15,15 @@ from fastapi.responses import StreamingResponse
 from adapters.file_store import FileStore
 from gateway.api.counted import count_file_calls
 from gateway.auth import Principal, require
-from gateway.batches.files import KEPT_S, FileInUse, QuotaExceeded, StoredFile, new_file
+from gateway.batches.files import (
+    KEPT_S,
+    MAX_FILES,
+    FileInUse,
+    QuotaExceeded,
+    StoredFile,
+    TooManyFiles,
+    new_file,
+)
 from gateway.batches.form import IncomingForm, received_form
 from gateway.batches.pages import UnknownCursor
 from gateway.batches.upkeep import remove_file
@@ -53,6 +61,9 @@ async def upload_file(request: Request, caller: Caller) -> dict[str, Any]:
     except QuotaExceeded as error:
         await asyncio.to_thread(services.file_store.delete, file.name)
         raise _no_room(caller, error.used, file.bytes) from None
+    except TooManyFiles:
+        await asyncio.to_thread(services.file_store.delete, file.name)
+        raise too_many_files() from None
     return file.to_dict()
 
 
@@ -124,6 +135,15 @@ def file_not_found(file_id: str, param: str = "file_id") -> ApiError:
     return ApiError(404, message, type="invalid_request_error", code="file_not_found", param=param)
 
 
+def too_many_files() -> ApiError:
+    """Returns the 409 for a tenant with as many files as it may have."""
+    message = (
+        f"This tenant has {MAX_FILES:,} files, the most that are kept. Delete files that you no longer need, "
+        "or let them expire sooner: 'expires_after', and a batch's 'output_expires_after'."
+    )
+    return ApiError(409, message, type="invalid_request_error", code="too_many_files")
+
+
 def unknown_cursor() -> ApiError:
     """Returns the 400 for an `after` that is not in the list."""
     return invalid_request("'after' is no id of this list.", param="after", code="invalid_value")
@@ -155,6 +175,8 @@ async def _pieces(store: FileStore, file: StoredFile, first: bytes) -> AsyncIter
 
 async def _check_room(services: Services, caller: Principal, more: int) -> None:
     """Refuses what has no room before it is stored; what counts is what `add` says then."""
+    if await services.files.count(caller.tenant_id) >= MAX_FILES:
+        raise too_many_files()
     most = caller.limits.file_bytes
     used = await services.files.used_bytes(caller.tenant_id) if most is not None else 0
     if most is not None and used + more > most:

@@ -23,6 +23,8 @@ from gateway.accounts.windows import root_of
 from gateway.batches.pages import Page, ids_of, is_id, page_of
 
 ALL_FILES = "loraplex:files"
+MAX_FILES = 10_000
+"""Files of a tenant; what batches write may be beyond."""
 KEPT_S = 30 * 24 * 3600
 """How long a file is kept that says nothing else."""
 
@@ -43,12 +45,14 @@ _ADD = (
     ADD_FILE
     + """
 -- KEYS: the tenant's root. ARGV: tenant, id, created_ms, expires_at, bytes, the most that all may take or '',
--- the fields of its hash. Replies with what the others take by now: -1 when it was added.
+-- how many there may be, the fields of its hash. Replies with what the others take by now; -1 when it was
+-- added, -2 when there are too many.
 -- A client of Redis repeats a call whose connection broke: the file's own bytes are no reason to refuse it.
 if redis.call('EXISTS', KEYS[1] .. ':file:' .. ARGV[2]) == 1 then return -1 end
+if redis.call('ZCARD', KEYS[1] .. ':files') >= tonumber(ARGV[7]) then return -2 end
 local used = tonumber(redis.call('GET', KEYS[1] .. ':file_bytes') or 0)
 if ARGV[6] ~= '' and used + ARGV[5] > tonumber(ARGV[6]) then return used end
-add_file(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], {unpack(ARGV, 7)})
+add_file(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], {unpack(ARGV, 8)})
 return -1
 """
 )
@@ -112,6 +116,10 @@ class FileInUse(Exception):
     """A batch that has not ended reads it."""
 
 
+class TooManyFiles(Exception):
+    """The tenant has MAX_FILES files."""
+
+
 class QuotaExceeded(Exception):
     """The tenant's files would take more than they may. `used`: what they take without this one."""
 
@@ -135,14 +143,16 @@ class Files:
         self._remove = redis.register_script(_REMOVE)
 
     async def add(self, file: StoredFile, *, most_bytes: int | None) -> None:
-        """Lists a file whose bytes are in the store. Raises QuotaExceeded."""
+        """Lists a file whose bytes are in the store. Raises QuotaExceeded, TooManyFiles."""
         used = await self._add(
             keys=[root_of(file.tenant)],
             args=[
                 *(file.tenant, file.id, int(time.time() * 1000), file.expires_at, file.bytes),
-                *("" if most_bytes is None else most_bytes, *file.to_fields()),
+                *("" if most_bytes is None else most_bytes, MAX_FILES, *file.to_fields()),
             ],
         )
+        if used == -2:
+            raise TooManyFiles
         if used >= 0:
             raise QuotaExceeded(used)
 
@@ -177,6 +187,10 @@ class Files:
     async def used_bytes(self, tenant: str) -> int:
         """What all of the tenant's files take."""
         return int(await self._redis.get(f"{root_of(tenant)}:file_bytes") or 0)
+
+    async def count(self, tenant: str) -> int:
+        """How many files the tenant has."""
+        return int(await self._redis.zcard(f"{root_of(tenant)}:files"))
 
     async def remove(self, tenant: str, file_id: str, *, even_in_use: bool = False) -> bool:
         """Takes a file off the list; its bytes are the caller's to delete. False: there was none.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from contextlib import suppress
 from itertools import count
 
 import orjson
+from redis.exceptions import RedisError
 
 from gateway.auth import Authenticator, Principal
 from gateway.batches.batch import Batch
 from gateway.batches.lines import Line
+from gateway.batches.turn import Turn
 from gateway.deadlines import MAX_TIMEOUT_S
 from gateway.errors import ApiError
 from gateway.inner_calls import InnerAnswer, InnerCall, InnerCalls
@@ -36,19 +37,19 @@ class LineCalls:
         self._calls = calls
         self._authenticator = authenticator
 
-    async def answer(self, batch: Batch, line: Line, stop: asyncio.Event) -> InnerAnswer | None:
-        """Returns what a line was answered, however often it had to be tried; None once `stop` is set first.
+    async def answer(self, batch: Batch, line: Line, turn: Turn) -> InnerAnswer | None:
+        """Returns what a line was answered, however often it had to be tried; None where its turn ends first.
 
         What may be answered otherwise later, a limit that is used up or an engine that is away, is tried
         again. Raises KeyGone.
         """
         body = orjson.dumps(line.body)
         for tried in count():
-            if stop.is_set():
+            if turn.is_resting:
                 break
             caller = await self._caller(batch)
             if caller is None:
-                await _pause(_SUSPENDED_S, stop)
+                await turn.pause(_SUSPENDED_S)
                 continue
             left_s = batch.expires_at - time.time()
             call = self._calls.prepare(
@@ -58,12 +59,12 @@ class LineCalls:
                 origin=BATCH,
                 timeout_s=min(max(left_s, 1.0), MAX_TIMEOUT_S),
             )
-            answer = await _answer_until(call, stop)
+            answer = await _answer_until(call, turn)
             if answer is None:
                 return None
             if answer.status not in _TRY_AGAIN:
                 return answer
-            await _pause(_pause_s(answer, tried), stop)
+            await turn.pause(_pause_s(answer, tried))
         return None
 
     async def _caller(self, batch: Batch) -> Principal | None:
@@ -75,12 +76,14 @@ class LineCalls:
                 message = "The API key that made this batch was revoked or has expired."
                 raise KeyGone(message) from None
             return None
+        except (RedisError, OSError):
+            return None
 
 
-async def _answer_until(call: InnerCall, stop: asyncio.Event) -> InnerAnswer | None:
-    """The call's answer; None if `stop` is set before it is there."""
+async def _answer_until(call: InnerCall, turn: Turn) -> InnerAnswer | None:
+    """The call's answer; None if the turn is stopped before it is there."""
     answering = asyncio.ensure_future(call.answer())
-    stopping = asyncio.ensure_future(stop.wait())
+    stopping = asyncio.ensure_future(turn.stopped())
     try:
         await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
@@ -98,9 +101,3 @@ def _pause_s(answer: InnerAnswer, tried: int) -> float:
     """
     asked = float(answer.headers.get("retry-after", "1"))
     return min(max(asked, 0.5 * 2 ** min(tried, 10)), _MOST_PAUSE_S) * random.uniform(1.0, 1.25)
-
-
-async def _pause(seconds: float, stop: asyncio.Event) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await stop.wait()

@@ -39,6 +39,10 @@ class BadLine(Exception):
         self.param = param
 
 
+class InputGone(Exception):
+    """What a batch was to read is not there any more."""
+
+
 class Unreadable(Exception):
     """Lines that are not read on from: what is wrong, as for BadLine, and with which."""
 
@@ -51,11 +55,15 @@ class Unreadable(Exception):
 def raw_lines(files: FileStore, name: str, size: int) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, with their numbers. Blocks on the store, whenever it reads on.
 
-    Raises OSError, and Unreadable.
+    Raises OSError, InputGone, and Unreadable.
     """
     number, rest = 0, b""
     for start in range(0, size, _PIECE_BYTES):
-        *whole, rest = (rest + files.read(name, start, min(_PIECE_BYTES, size - start))).split(b"\n")
+        try:
+            piece = files.read(name, start, min(_PIECE_BYTES, size - start))
+        except FileNotFoundError:
+            raise InputGone from None
+        *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
             number += 1
             if number > _MAX_NUMBER:
@@ -100,7 +108,7 @@ def parse_line(number: int, raw: bytes, endpoint: str) -> Line:
 def check_lines(files: FileStore, name: str, size: int, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
     """How many requests a file has, and what is wrong with it: OpenAI's error objects, the first hundred.
 
-    Blocks. Raises OSError.
+    Blocks. Raises OSError, InputGone.
     """
     count, faults = 0, list[dict[str, Any]]()
     seen: dict[str, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,7 @@ import orjson
 from adapters.file_store import FileStore
 from gateway.batches.batch import Batch
 from gateway.batches.files import StoredFile, new_file
-from gateway.batches.lines import parse_line, raw_lines
+from gateway.batches.lines import InputGone, parse_line, raw_lines
 
 _OUTPUT, _ERROR = b"+", b"-"
 _PIECE_BYTES = 1024 * 1024
@@ -62,28 +63,36 @@ def batch_of_segment(name: str) -> str | None:
 def missing(
     files: FileStore, source: StoredFile, batch: Batch, done: bytes, code: str, message: str
 ) -> Iterator[bytes]:
-    """A result for each line of the input that has none. Blocks; raises OSError."""
-    for number, raw in raw_lines(files, source.name, source.bytes):
-        if not is_done(done, number):
-            yield unanswered(parse_line(number, raw, batch.endpoint).custom_id, code, message)
+    """A result for each line of the input that has none; of an input that is gone, nobody knows them.
+
+    Blocks; raises OSError.
+    """
+    with suppress(InputGone):
+        for number, raw in raw_lines(files, source.name, source.bytes):
+            if not is_done(done, number):
+                yield unanswered(parse_line(number, raw, batch.endpoint).custom_id, code, message)
 
 
 def write_files(
     files: FileStore, batch: Batch, segments: Iterable[str], results: Iterable[bytes]
-) -> tuple[StoredFile | None, StoredFile | None]:
+) -> tuple[StoredFile | None, StoredFile | None, bool]:
     """Makes the output and the error file of all results, and puts them into the store. Where nothing would
-    be in one, it is None. Blocks; raises OSError.
+    be in one, it is None. Says at last whether all segments were there. Blocks; raises OSError.
     """
+    whole = True
     with TemporaryDirectory() as folder:
         paths = {mark: Path(folder) / name for mark, name in ((_OUTPUT, "output"), (_ERROR, "error"))}
         with paths[_OUTPUT].open("wb") as output, paths[_ERROR].open("wb") as error:
             target = {_OUTPUT: output, _ERROR: error}
             for segment in segments:
-                for line in _lines_of(files, segment):
-                    target[line[:1]].write(line[1:] + b"\n")
+                try:
+                    for line in _lines_of(files, segment):
+                        target[line[:1]].write(line[1:] + b"\n")
+                except FileNotFoundError:
+                    whole = False
             for result in results:
                 target[result[:1]].write(result[1:] + b"\n")
-        return _put(files, batch, paths[_OUTPUT]), _put(files, batch, paths[_ERROR])
+        return _put(files, batch, paths[_OUTPUT]), _put(files, batch, paths[_ERROR]), whole
 
 
 def _put(files: FileStore, batch: Batch, path: Path) -> StoredFile | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
 from redis.exceptions import RedisError
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 MAX_AT_ONCE = 8
 MAX_OF_TENANT = 2
 """Batches that one gateway works on; others take the rest, or they wait."""
+_TURN_S = 300.0
+_LEAST_TURN_S = 5.0
+"""How long a batch goes on before it rests for one that waits: while it gets on, and while it cannot."""
 _POLL_S = 0.5
 _AFTER_FAULT_S = 5.0
 _CLOSE_S = 5.0
@@ -81,7 +85,25 @@ class BatchRunner:
                     task = asyncio.create_task(self._run(work), name=f"batch {lease.batch_id}")
                     self._works[task] = work
                     task.add_done_callback(self._works.pop)
+                await self._make_room()
             await asyncio.sleep(_POLL_S)
+
+    async def _make_room(self) -> None:
+        """Has a batch rest whose turn is over, if another waits for its place: first one that is stuck."""
+        now = time.monotonic()
+        staying = [work for work in self._works.values() if not work.is_leaving]
+        due = [
+            work for work in staying if now - work.began_at >= (_LEAST_TURN_S if work.is_stuck else _TURN_S)
+        ]
+        if not due:
+            return
+        waiting = await self._desk.batches.waiting()
+        if _has_room(staying, waiting):  # for which somebody leaves already
+            return
+        for work in sorted(due, key=lambda work: (not work.is_stuck, work.began_at)):
+            if _has_room([other for other in staying if other is not work], waiting):
+                work.rest()
+                return
 
     async def _run(self, work: BatchWork) -> None:
         batch_id = work.lease.batch_id
@@ -98,3 +120,9 @@ class BatchRunner:
             await asyncio.sleep(_AFTER_FAULT_S)
         with suppress(RedisError, OSError, LeaseLost):
             await self._desk.batches.give_back(work.lease)
+
+
+def _has_room(works: Collection[BatchWork], waiting: Collection[str]) -> bool:
+    """Whether, beside these, a batch of one of the tenants that wait could run here."""
+    counts = Counter(work.lease.tenant for work in works)
+    return len(works) < MAX_AT_ONCE and any(counts[tenant] < MAX_OF_TENANT for tenant in waiting)

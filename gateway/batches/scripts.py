@@ -26,23 +26,30 @@ return 1
 
 CLAIM = """
 -- ARGV: the token, the lease in ms, tenants of which enough runs here. Replies with `<tenant> <id>` or false.
+-- Of the tenants it takes the one whose last turn is longest ago; of its batches, the one that waits longest.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local full = {}
+local full, turns = {}, {}
+local chosen, batch, tenant, turn
 for index = 3, #ARGV do full[ARGV[index]] = true end
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', 'loraplex:batches', '-inf', now, 'LIMIT', 0, 1000)) do
     local space = string.find(member, ' ')
-    local tenant, id = string.sub(member, 1, space - 1), string.sub(member, space + 1)
-    local batch = 'loraplex:{' .. tenant .. '}:batch:' .. id
-    if redis.call('EXISTS', batch) == 0 then
-        redis.call('ZREM', 'loraplex:batches', member)
-    elseif not full[tenant] then
-        redis.call('HSET', batch, 'holder', ARGV[1])
-        redis.call('ZADD', 'loraplex:batches', now + ARGV[2], member)
-        return member
+    local of, id = string.sub(member, 1, space - 1), string.sub(member, space + 1)
+    turns[of] = turns[of] or tonumber(redis.call('ZSCORE', 'loraplex:batches:turns', of) or 0)
+    if not full[of] and (not chosen or turns[of] < turn) then
+        local found = 'loraplex:{' .. of .. '}:batch:' .. id
+        if redis.call('EXISTS', found) == 0 then
+            redis.call('ZREM', 'loraplex:batches', member)
+        else
+            chosen, batch, tenant, turn = member, found, of, turns[of]
+        end
     end
 end
-return false
+if not chosen then return false end
+redis.call('HSET', batch, 'holder', ARGV[1])
+redis.call('ZADD', 'loraplex:batches', now + ARGV[2], chosen)
+redis.call('ZADD', 'loraplex:batches:turns', now, tenant)
+return chosen
 """
 
 _HELD = """
@@ -118,7 +125,7 @@ FINISH = (
     + _HELD
     + """
 -- ARGV: and the tenant, now in ms, for how many s the batch stays listed, fields of the batch as JSON, files
--- as JSON. Each file has an id, expires_at, bytes and fields.
+-- as JSON, how many that have ended stay listed. Each file has an id, expires_at, bytes and fields.
 local root = KEYS[1]
 for _, file in ipairs(cjson.decode(ARGV[7])) do
     add_file(root, ARGV[3], file.id, ARGV[4], file.expires_at, file.bytes, file.fields)
@@ -128,6 +135,12 @@ redis.call('EXPIRE', batch, ARGV[5])
 redis.call('DEL', batch .. ':results', batch .. ':done', batch .. ':segments')
 redis.call('ZREM', 'loraplex:batches', ARGV[3] .. ' ' .. ARGV[1])
 redis.call('SREM', root .. ':batches:open', ARGV[1])
+redis.call('ZADD', root .. ':batches:ended', ARGV[4], ARGV[1])
+for _, old in ipairs(redis.call('ZRANGE', root .. ':batches:ended', 0, -1 - ARGV[8])) do
+    redis.call('DEL', root .. ':batch:' .. old)
+    redis.call('ZREM', root .. ':batches', old)
+    redis.call('ZREM', root .. ':batches:ended', old)
+end
 local input = root .. ':file:' .. redis.call('HGET', batch, 'input_file_id')
 if redis.call('EXISTS', input) == 1 then redis.call('HINCRBY', input, 'users', -1) end
 return 1

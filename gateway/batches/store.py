@@ -2,12 +2,15 @@
 
     loraplex:{<tenant>}:batches                   ZSET    ids by when they were made, in ms
     loraplex:{<tenant>}:batches:open              SET     ids of those that have not ended
+    loraplex:{<tenant>}:batches:ended             ZSET    ids of those that have, by when they did, in ms
     loraplex:{<tenant>}:batch:<id>                HASH    the batch, and `holder`: who works on it
     loraplex:{<tenant>}:batch:<id>:done           STRING  a bit for each line of the input that has a result
     loraplex:{<tenant>}:batch:<id>:results        HASH    results by line, until they are in the store
     loraplex:{<tenant>}:batch:<id>:segments       LIST    files of results in the store
     loraplex:batches                              ZSET    `<tenant> <id>` of those that have not ended, by
                                                           when their holder's lease ends, in ms
+    loraplex:batches:turns                        ZSET    tenants by when a batch of theirs was last begun
+                                                          with, in ms
 
 A line's result and its bit are written by one script, so there is one for each, whoever was killed when.
 """
@@ -33,8 +36,12 @@ from gateway.batches.pages import Page, ids_of, is_id, page_of
 
 KEPT_S = 30 * 24 * 3600
 """How long a batch stays listed after its end."""
+MAX_ENDED = 2_000
+"""Batches of a tenant that have ended and stay listed: those that ended last."""
 MAX_OPEN = 100
 """Batches of a tenant that have not ended."""
+_MOST_WAITING = 1000
+"""That are looked at, as in `claim`."""
 
 
 class NoInputFile(Exception):
@@ -116,13 +123,22 @@ class Batches:
     # ---- for who works on them --------------------------------------------------------------------------
 
     async def claim(self, full: Collection[str]) -> Lease | None:
-        """Takes a batch that nobody works on, the one that has waited longest; none of the `full` tenants."""
+        """Takes a batch that nobody works on, of the tenant that waits longest; of none that is `full`."""
         token = secrets.token_hex(8)
         found = await self._claim(keys=[], args=[token, self._lease_ms, *full])
         if not found:
             return None
         tenant, _, batch_id = as_text(found).partition(" ")
         return Lease(tenant, batch_id, token)
+
+    async def waiting(self) -> set[str]:
+        """The tenants of batches that nobody works on."""
+        seconds, micros = await self._redis.time()  # type: ignore[misc]
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        found: list[Any] = await self._redis.zrangebyscore(
+            "loraplex:batches", "-inf", now_ms, start=0, num=_MOST_WAITING
+        )
+        return {as_text(member).partition(" ")[0] for member in found}
 
     async def renew(self, lease: Lease) -> Status:
         """Makes the lease last longer. Returns the batch's status."""
@@ -173,8 +189,13 @@ class Batches:
         ]
         await self._held(
             *(self._finish, lease, lease.tenant, int(now * 1000), KEPT_S, json.dumps(flat)),
-            json.dumps(listed),
+            *(json.dumps(listed), MAX_ENDED),
         )
+
+    async def open_of(self, tenant: str) -> list[str]:
+        """The ids of a tenant's batches that have not ended."""
+        found: Any = await self._redis.smembers(f"{root_of(tenant)}:batches:open")  # type: ignore[misc]
+        return sorted(as_text(batch_id) for batch_id in found)
 
     async def forget_tenant(self, tenant: str) -> None:
         """Removes all batches of a tenant, whatever their state."""
@@ -183,7 +204,8 @@ class Batches:
             key = _key(tenant, batch_id)
             await self._redis.delete(key, f"{key}:done", f"{key}:results", f"{key}:segments")
             await self._redis.zrem("loraplex:batches", f"{tenant} {batch_id}")
-        await self._redis.delete(f"{root}:batches", f"{root}:batches:open")
+        await self._redis.delete(f"{root}:batches", f"{root}:batches:open", f"{root}:batches:ended")
+        await self._redis.zrem("loraplex:batches:turns", tenant)
 
     async def done(self, tenant: str, batch_id: str) -> bytes:
         """A bit for each line that has a result, the first byte's highest being line 0."""

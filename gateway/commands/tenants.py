@@ -203,6 +203,9 @@ def _doom(doomed: dict[str, Any]) -> list[str]:
         if adapter["grants"]:
             line += f"; granted to {', '.join(adapter['grants'])}, who can no longer use it"
         lines.append(line)
+    lines.append(f"it has {doomed['files']} files of batches, of {doomed['file_bytes']:,} bytes")
+    if doomed["batches"]:
+        lines.append(f"batches of it that have not ended: {', '.join(doomed['batches'])}")
     if doomed["granted"]:
         lines.append(f"it may no longer use what others granted it: {', '.join(doomed['granted'])}")
     return lines

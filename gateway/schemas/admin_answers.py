@@ -74,6 +74,9 @@ class TenantDeletion(TypedDict):
     keys: list[KeyId]
     adapters: list[DoomedAdapter]
     bytes: Annotated[int, Field(description="What the files of all versions take.")]
+    files: Annotated[int, Field(description="How many files it keeps for batches, and of batches.")]
+    file_bytes: Annotated[int, Field(description="What these take.")]
+    batches: Annotated[list[str], Field(description="Those that have not ended.")]
     granted: Annotated[list[str], Field(description="Adapters of others that it may use until then.")]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from gateway.batches.batch import Batch
+from gateway.batches.files import new_file
 from gateway.limits import RateLimits, TenantLimits
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
 
@@ -212,6 +214,10 @@ async def test_a_dry_run_says_what_goes_with_a_tenant_and_deletes_nothing(plane:
         (other, "/v1/adapters/json/grants/acme"),
     ]:
         assert (await plane.client.put(path, headers=headers)).status_code == 200
+    kept = new_file("acme", "in.jsonl", "batch", 70)
+    await plane.services.files.add(kept, most_bytes=None)
+    batch = Batch("acme", "batch_1", "key", "/v1/completions", kept.id, "1h", 0, 0)
+    await plane.services.batches.create(batch)
     before = (await plane.admin("GET", "/tenants/acme")).json()
     [key] = (await plane.admin("GET", "/tenants/acme/keys")).json()["data"]
     doomed = (await plane.admin("DELETE", "/tenants/acme?dry_run=true")).json()
@@ -223,6 +229,9 @@ async def test_a_dry_run_says_what_goes_with_a_tenant_and_deletes_nothing(plane:
         "keys": [key["id"]],
         "adapters": [{"name": "sql", "versions": [1, 2], "live": 1, "pinned": True, "grants": ["other"]}],
         "bytes": used,
+        "files": 1,
+        "file_bytes": 70,
+        "batches": ["batch_1"],
         "granted": ["other/json"],
     }
     assert (await plane.admin("GET", "/tenants/acme")).json() == before

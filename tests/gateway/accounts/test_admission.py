@@ -57,11 +57,16 @@ class Gate:
         )
 
     async def admit(
-        self, who: Principal, *submits: Submit, model: ResolvedModel = BASE, open_ended: bool = False
+        self,
+        who: Principal,
+        *submits: Submit,
+        model: ResolvedModel = BASE,
+        open_ended: bool = False,
+        background: bool = False,
     ) -> Admission:
         return await self.admissions.admit(
             who, model, submits or [submit()], request_id=f"r{next(_ids)}", arrived_at=time.perf_counter(),
-            route="chat", open_ended=open_ended,
+            route="chat", open_ended=open_ended, background=background,
         )  # fmt: skip
 
 
@@ -213,6 +218,37 @@ async def test_a_refusal_for_other_reasons_is_not_remembered(redis: Redis) -> No
     with pytest.raises(ApiError, match="output tokens"):
         await gate.admit(who)
     gate.admissions.refuse_spent(who)
+
+
+async def test_background_work_leaves_half_of_each_limit(redis: Redis) -> None:
+    gate = Gate(redis)
+    for rates in (
+        RateLimits(concurrent_requests=5),
+        RateLimits(requests_per_minute=5),
+        RateLimits(input_tokens_per_minute=50),
+        RateLimits(output_tokens_per_minute=100),
+    ):
+        for who in (caller(rates), caller(key=rates)):
+            await redis.flushdb()
+            for _ in range(2):
+                assert not (await gate.admit(who, background=True)).awaited
+            with pytest.raises(ApiError) as refused:
+                await gate.admit(who, background=True)
+            assert refused.value.status == 429
+            gate.admissions.refuse_spent(who)
+            for _ in range(3):
+                await gate.admit(who)
+            with pytest.raises(ApiError):
+                await gate.admit(who)
+
+
+async def test_background_work_that_needs_more_than_half_runs_while_nothing_else_does(redis: Redis) -> None:
+    gate, who = Gate(redis), caller(RateLimits(output_tokens_per_minute=30), month=60)
+    await gate.admit(who, background=True)
+    with pytest.raises(ApiError, match="output tokens"):
+        await gate.admit(who, submit(1, 1), background=True)
+    await redis.delete("loraplex:{acme}:window:tenant")
+    await gate.admit(who, background=True)  # all of the month's tokens are for it, too
 
 
 async def test_an_end_is_awaited_by_others_only_where_little_room_is_left(redis: Redis) -> None:
