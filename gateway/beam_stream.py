@@ -1,13 +1,16 @@
 """Beams on the engines: each step of a search is a request for one token after every beam.
 
 The beams of a prompt share its blocks, and those of whatever they have in common, by the prefix cache. Like a
-stream of tokens, a search goes on elsewhere when its engine is lost.
+stream of tokens, a search goes on elsewhere when its engine is lost or refuses a step, and waits if all do.
+
+What a search costs is a token for each beam in each step, whether or not it is in an answer at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from gateway.beams import Beam, BeamOptions, BeamSearch
 from gateway.engine_stream import Delta, EngineStream
@@ -18,22 +21,54 @@ from protos.engine_pb2 import FinishReason, ModelInfo, Sampling, Submit, TokenLo
 MOST_CANDIDATES = MAX_TOP_LOGPROBS
 """So many alternatives an engine tells of a token."""
 
-OpenStream = Callable[[Sequence[Submit]], EngineStream]
+MOST_TOKENS = 2**17
+"""Of all beams of a request, prompts included: each step sends them whole, and the event loop needs 3 ms for
+so many."""
 
 
-def beam_options(fields: GenerationFields, submit: Submit, info: ModelInfo) -> BeamOptions:
-    """Returns how to search after a prompt. Raises ApiError 400 for more beams than engines tell of."""
-    ends = {*submit.stop_token_ids, *(() if fields.ignore_eos else info.eos_token_ids)}
+class OpenStream(Protocol):
+    """Opens what runs one step; see EngineStream."""
+
+    def __call__(self, submits: Sequence[Submit], *, continues: bool = False) -> EngineStream:
+        """Returns its stream. `continues`: it is not the first step."""
+        ...
+
+
+def beam_options(fields: GenerationFields, submits: Sequence[Submit], info: ModelInfo) -> list[BeamOptions]:
+    """Returns how to search after each prompt.
+
+    Where the client has not said how long answers may be, lowers `max_tokens` of the submits to what
+    `MOST_TOKENS` leaves. Raises ApiError 400 where that is exceeded, and for more beams than engines tell of.
+    """
+    ends = {*submits[0].stop_token_ids, *(() if fields.ignore_eos else info.eos_token_ids)}
     penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
-    options = BeamOptions(len(submit.seeds), submit.max_tokens, ends, penalty, fields.early_stopping or False)
-    if options.num_candidates > MOST_CANDIDATES:
-        most = MOST_CANDIDATES * options.width // options.num_candidates
-        name = "n" if options.width == (fields.n or 1) else "best_of"
+    width = len(submits[0].seeds)
+    name = "n" if width == (fields.n or 1) else "best_of"
+    _bound_tokens(submits, width, name, open_ended=fields.open_ended)
+    early = fields.early_stopping or False
+    found = [BeamOptions(width, submit.max_tokens, ends, penalty, early) for submit in submits]
+    candidates = found[0].num_candidates
+    if candidates > MOST_CANDIDATES:
+        most = MOST_CANDIDATES * width // candidates
         raise invalid_request(
-            f"'{name}' is {options.width}; with {len(ends)} end tokens a search has at most {most} beams.",
+            f"'{name}' is {width}; with {len(ends)} end tokens a search has at most {most} beams.", param=name
+        )
+    return found
+
+
+def _bound_tokens(submits: Sequence[Submit], width: int, name: str, *, open_ended: bool) -> None:
+    prompts = sum(len(submit.prompt_tokens) for submit in submits)
+    if open_ended:
+        room = (MOST_TOKENS // width - prompts) // len(submits)
+        for submit in submits:
+            submit.max_tokens = min(submit.max_tokens, max(room, 1))
+    tokens = width * (prompts + sum(submit.max_tokens for submit in submits))
+    if tokens > MOST_TOKENS:
+        raise invalid_request(
+            f"The beams of this search may have {tokens:,} tokens in all, prompts included, more than "
+            f"{MOST_TOKENS:,}. Lower '{name}' or 'max_tokens', or shorten the prompt.",
             param=name,
         )
-    return options
 
 
 @dataclass(slots=True)
@@ -65,7 +100,7 @@ class BeamStream:
         self._told = False
         self._closed = False
         self.unread = 0
-        """How many tokens have been computed, until they are told: all beams have as many."""
+        """How many tokens the search has cost, until its choices are told: a step, one for each beam."""
 
     @property
     def cached_tokens(self) -> int:
@@ -102,10 +137,14 @@ class BeamStream:
         while not self._closed:
             asked = [(each, beam) for each in self._prompts for beam in each.search.beams]
             if not asked:
-                self._told, self.unread = True, 0
-                return self._choices()
+                self._told = True
+                choices = self._choices()
+                choices[0].dropped = self.unread - sum(len(choice.tokens) for choice in choices)
+                self.unread = 0
+                return choices
             if self._stream is not self._first or self.unread:
-                self._stream = self._open([self._submit(each, beam) for each, beam in asked])
+                submits = [self._submit(each, beam) for each, beam in asked]
+                self._stream = self._open(submits, continues=True)
             tops = await self._tops(len(asked))
             if isinstance(tops, Delta):
                 return [tops]

@@ -134,10 +134,12 @@ class EngineFleet:
             self._announced.add(announced)
             link.announce(digest)
 
-    def open(self, submits: Sequence[Submit], *, model_digest: bytes, deadline: float) -> EngineStream:
+    def open(
+        self, submits: Sequence[Submit], *, model_digest: bytes, deadline: float, continues: bool = False
+    ) -> EngineStream:
         """Returns the stream of a request of one or more prompts; the caller must close it.
 
-        `deadline`: when it must have ended, by `time.monotonic`.
+        `deadline`: when it must have ended, by `time.monotonic`. `continues`: see EngineStream.
         """
         return EngineStream(
             submits,
@@ -145,6 +147,7 @@ class EngineFleet:
             placer=self,
             resume_timeout_s=self._resume_timeout_s,
             deadline=deadline,
+            continues=continues,
         )
 
     async def unload(self, digest: bytes) -> None:

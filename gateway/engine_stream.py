@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from gateway.engine_link import EngineLink
@@ -22,6 +23,10 @@ from protos.engine_pb2 import Finished, FinishReason, Started, Submit, TokenLogp
 _REFUSAL_MEMORY_S = 1.0
 # An engine ends a request at its deadline by itself; one that says nothing for so long after it has stopped.
 _DEADLINE_GRACE_S = 2.0
+
+MOST_AT_ONCE = 256
+"""Choices of a request that engines have at a time. Of more prompts the next take their turn as others end,
+so that one request does not fill a queue in which others wait."""
 
 
 class Placer(Protocol):
@@ -45,11 +50,13 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
     error: str = ""
+    dropped: int = 0
+    """Tokens that were drawn for it beside its own, and are in no choice."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    submit: Submit  # of its prompt; shared by the prompt's choices and never changed
+    submit: Submit  # of its prompt, whose choices share it and follow one another; never changed
     prompt: int  # the prompt's number
     seed: int
     tokens: list[int] = field(default_factory=list)
@@ -73,10 +80,13 @@ class EngineStream:
         placer: Placer,
         resume_timeout_s: float,
         deadline: float,
+        continues: bool = False,
     ) -> None:
         """`submits`, one per prompt, have everything but a request id and a deadline. They are not modified.
 
         `deadline`: when the request must have ended, by `time.monotonic`; waiting for an engine counts.
+        `continues`: it goes on with what engines have begun; while all are full it waits, as one whose engine
+        was lost.
         """
         self.cached_tokens = 0
         self.queue_s: float | None = None
@@ -89,13 +99,14 @@ class EngineStream:
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._vectors: dict[int, bytes] = {}
         self._unplaced = set(range(len(self._choices)))
+        self._placed: set[int] = set()  # by choices that have not ended
         self._model_digest = model_digest
         self._placer = placer
         self._resume_timeout_s = resume_timeout_s
         self._deltas: dict[int, Delta] = {}
         self._counted: set[int] = set()
         self._started = False
-        self._accepted = False  # an engine had it once: then it is worth waiting for another
+        self._accepted = continues  # an engine had it once: then it is worth waiting for another
         self._give_up_at: float | None = None  # for finding one; time.monotonic()
         self._deadline = deadline
         self._alarm: asyncio.TimerHandle | None = None
@@ -143,6 +154,7 @@ class EngineStream:
             return
         choice.ended = True
         self._unplaced.discard(index)
+        self._placed.discard(index)
         if choice.link is not None:
             choice.link.abort(choice.request_id, choice.wire_choice)
 
@@ -198,6 +210,7 @@ class EngineStream:
             self._displace([choice])
             return
         state.ended = True
+        self._placed.discard(choice)
         delta = self._delta(choice)
         delta.finish, delta.error = finished.reason, finished.error
 
@@ -209,6 +222,7 @@ class EngineStream:
     def _displace(self, choices: Sequence[int]) -> None:
         for index in choices:
             self._choices[index].link = None
+        self._placed.difference_update(choices)
         self._unplaced.update(choices)
         self._wake()
 
@@ -225,26 +239,30 @@ class EngineStream:
         """Places what is unplaced, else waits for anything to happen."""
         if time.monotonic() >= self._deadline + _DEADLINE_GRACE_S:
             raise deadline_passed()
-        if self._unplaced:
+        if self._may_place:
             await self._place()
             return
         self._wakeup = asyncio.get_running_loop().create_future()
         await self._wakeup
+
+    @property
+    def _may_place(self) -> bool:
+        return bool(self._unplaced) and len(self._placed) < MOST_AT_ONCE
 
     def _wake(self) -> None:
         if self._wakeup is not None and not self._wakeup.done():
             self._wakeup.set_result(None)
 
     async def _place(self) -> None:
-        """Submits every unplaced choice. Waits for an engine
-        only to continue a request that one had accepted.
+        """Submits unplaced choices, as many as may run at once. Waits for an engine only to continue a
+        request that one had accepted.
         """
         if self._alarm is None:
             after_s = self._deadline + _DEADLINE_GRACE_S - time.monotonic()
             self._alarm = asyncio.get_running_loop().call_later(after_s, self._wake)
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + self._resume_timeout_s
-        while self._unplaced and not self._closed:
+        while self._may_place and not self._closed:
             choices, submit = self._next_to_place()
             now = time.monotonic()
             if now >= self._deadline:
@@ -258,6 +276,7 @@ class EngineStream:
                     state.link, state.request_id, state.wire_choice = link, request_id, wire_choice
                 self.engine_id = link.engine_id
                 self._unplaced.difference_update(choices)
+                self._placed.update(choices)
                 continue
             left_s = self._give_up_at - now
             if not self._accepted or left_s <= 0:
@@ -279,11 +298,10 @@ class EngineStream:
             submit.output_tokens.extend(state.tokens)
             submit.ClearField("prompt_logprobs")  # told before the first token
             return [first], submit
-        together = [
-            index
-            for index in sorted(self._unplaced)
-            if self._choices[index].submit is state.submit and not self._choices[index].tokens
-        ]
+        own = takewhile(
+            lambda index: self._choices[index].submit is state.submit, range(first, len(self._choices))
+        )
+        together = [index for index in own if index in self._unplaced and not self._choices[index].tokens]
         submit.seeds.extend(self._choices[index].seed for index in together)
         return together, submit
 

@@ -245,6 +245,7 @@ class Generation:
         if delta.tokens:
             self._observe(choice, now)
         text = self._take_tokens(choice, delta)
+        self.usage.completion_tokens += delta.dropped
         reason = None
         if choice.text.stopped:
             reason = STOP

@@ -80,7 +80,7 @@ async def generate(
     Raises ApiError as `Admissions.admit` and `answer`.
     """
     services: Services = request.app.state.services
-    beams = [beam_options(body, submit, model.info) for submit in submits] if body.use_beam_search else None
+    beams = beam_options(body, submits, model.info) if body.use_beam_search else None
     origin = origin_of(request, route)
     for submit in submits:
         submit.background = origin.is_background

@@ -31,6 +31,8 @@ router = APIRouter(tags=["inference"])
 
 MAX_ECHOED = 2**20
 """Logprobs of prompts that one answer may hold: each choice repeats those of its prompt, at no cost else."""
+MAX_ECHOED_TEXT = 2**20
+"""Characters of prompts that one answer may hold, over all choices."""
 _SHORT_TOKENS = 1000
 """Echoed prompts that become text on the event loop."""
 
@@ -55,7 +57,7 @@ async def create_completion(
     services.models.announce(model)
     tokenizer = await services.own_tokenizers.of(model)
     prompts = await prompts_of(body.prompts, tokenizer, model)
-    _check_echo(body, prompts)
+    _check_echoed_logprobs(body, prompts)
     submits = build_submits(
         body,
         prompts,
@@ -89,7 +91,7 @@ def _limit_of(body: CompletionRequest) -> int:
     return max(DEFAULT_MAX_TOKENS, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
 
 
-def _check_echo(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+def _check_echoed_logprobs(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
     """Raises ApiError 400 for more logprobs of prompts than an answer may hold."""
     if not body.echo or body.logprobs is None:
         return
@@ -105,12 +107,21 @@ def _check_echo(body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> No
 async def _echo_of(
     body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: ModelTokenizer
 ) -> Echo:
+    """Raises ApiError 400 for more text of prompts than an answer may hold."""
+
     def echoed() -> list[EchoedPrompt]:
         pairs = zip(body.prompts, prompts, strict=True)
         return [echoed_prompt(given, tokens, tokenizer) for given, tokens in pairs]
 
     is_short = sum(map(len, prompts)) <= _SHORT_TOKENS
     made = echoed() if is_short else await asyncio.to_thread(echoed)
+    count = sum(len(prompt.text) for prompt in made) * (body.n or 1)
+    if count > MAX_ECHOED_TEXT:
+        raise invalid_request(
+            f"With 'echo' the answer would hold {count:,} characters of prompts, more than "
+            f"{MAX_ECHOED_TEXT:,}. Ask for fewer choices, or send the prompts one by one.",
+            param="echo",
+        )
     return Echo(made, body.drawn_choices, with_logprobs=body.logprobs is not None)
 
 

