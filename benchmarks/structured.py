@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -51,9 +52,10 @@ def rates(url: str, key: str) -> dict[str, list[float]]:
     free = serve.Load(url, (BASE,), key, num_requests=BATCH, concurrency=BATCH, prompt_tokens=32)
     arms = {"free": free, "held": replace(free, fields={"guided_json": SCHEMA})}
     found: dict[str, list[float]] = {name: [] for name in arms}
+    seeds = count()  # never the same prompts again: they would be cached
     for number in range(ROUNDS + 1):
         for name, load in arms.items():
-            result = asyncio.run(serve.run(replace(load, seed=number)))
+            result = asyncio.run(serve.run(replace(load, seed=next(seeds))))
             if number:  # the first warms up
                 found[name].append(result.output_tokens_per_second)
     return found
