@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import time
@@ -12,11 +11,6 @@ from collections.abc import Sequence
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the server's thread may keep the interpreter from the engine's loop (Python's default: 5 ms)."""
-
-SPIN_COUNT = 10_000
-"""How often a thread looks whether the others have done their part of a step before it sleeps: some 0.2 ms.
-They are done within microseconds of one another. OpenMP's own is thirty times as long, for which all pay who
-share the cores, the step included: the thread that it waits for may wait for that very core."""
 
 logger = logging.getLogger("engine")
 
@@ -27,8 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     The imports are in here so that the time to ready includes them, and ``--help`` does without torch.
     """
     started = time.monotonic()
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     from engine.settings import parse_args
 
     settings = parse_args(argv)
