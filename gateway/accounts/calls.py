@@ -35,9 +35,9 @@ class CallLimit:
     window_ms: int
 
 
-MANAGEMENT = CallLimit("management_calls_per_minute", "management calls per minute", 1_200, _MINUTE_MS)
+MANAGEMENT = CallLimit("management_calls_per_minute", "management calls per minute", 6_000, _MINUTE_MS)
 CHANGES = CallLimit("changes_per_day", "changes to adapters and keys per day", 20_000, _DAY_MS)
-FILE_CALLS = CallLimit("file_calls_per_minute", "calls per minute to files and batches", 1_200, _MINUTE_MS)
+FILE_CALLS = CallLimit("file_calls_per_minute", "calls per minute to files and batches", 6_000, _MINUTE_MS)
 FILE_CHANGES = CallLimit("file_changes_per_day", "changes to files and batches per day", 20_000, _DAY_MS)
 """Apart from the first two: a key that may only infer must not keep the tenant from revoking it."""
 TOKENIZATION = CallLimit(
