@@ -368,7 +368,7 @@ async def test_files_in_use_do_not_keep_others(
             if number < 3:
                 await batches.create(a_batch(f"batch_{number}", file.id))
         assert await Upkeep(redis, files, store).remove_expired() == 2
-        assert set(await files.of_tenant("acme")) == {file.id for file in over[:3]}  # some are of one millisecond
+        assert set(await files.of_tenant("acme")) == {file.id for file in over[:3]}
 
 
 def test_lines_are_found_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
