@@ -230,8 +230,10 @@ async def _kill_gateways(stack: LedgerStack, chaos: Chaos, draw: random.Random, 
         await _note_recorded(stack, evidence)
         gateway = draw.choice(stack.gateways)
         gateway.kill()
-        await asyncio.sleep(0.2)
-        gateway.service.launch()
+        try:
+            await asyncio.sleep(0.2)
+        finally:  # also when the requests end meanwhile: what it left in its journal waits for it
+            gateway.service.launch()
 
 
 async def _note_recorded(stack: LedgerStack, evidence: Evidence) -> None:
