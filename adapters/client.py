@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
+from adapters.patient_http import PatientClient
 from adapters.upload_client import LocalAdapter, UploadInterrupted, UploadRefused, upload
 
 _PIECE_BYTES = 1024 * 1024
@@ -47,12 +48,19 @@ class ClientError(Exception):
 
 
 class AdaptersClient:
-    """One tenant's adapters on one gateway. Every call raises `ClientError` for everything but success."""
+    """One tenant's adapters on one gateway. Every call raises `ClientError` for everything but success.
 
-    def __init__(self, url: str, api_key: str) -> None:
+    A call that a limit refuses for now is sent again when its time has come. `on_wait` is told the server's
+    reason and for how many seconds it is waited.
+    """
+
+    def __init__(
+        self, url: str, api_key: str, on_wait: Callable[[str, float], None] = lambda reason, seconds: None
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         try:
-            self._http = httpx.Client(
+            self._http = PatientClient(
+                on_wait,
                 base_url=self._url,
                 headers={"Authorization": f"Bearer {api_key}"},
                 timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),

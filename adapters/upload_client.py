@@ -123,7 +123,7 @@ def _send_file(http: httpx.Client, upload_id: str, path: Path, offset: int, prog
             answer = _send_from(http, upload_id, path, offset, size, progress)
             if answer.is_success:
                 return
-            if answer.status_code not in (408, 409, 503):
+            if answer.status_code not in (408, 409, 429, 503):
                 _refused(answer)
         except httpx.TransportError as error:
             fault = error

@@ -55,7 +55,11 @@ def connect(url: str, api_key: str) -> AdaptersClient:
     """Returns the client of a command. Raises `ClientError` without a key."""
     if not api_key:
         raise ClientError("Give your API key with --api-key or LORAPLEX_API_KEY.", Exit.USAGE)
-    return AdaptersClient(url, api_key)
+    return AdaptersClient(url, api_key, _say_wait)
+
+
+def _say_wait(reason: str, seconds: float) -> None:
+    typer.echo(f"{reason} Waiting {seconds:.0f} s.", err=True)
 
 
 def progress_bar() -> Progress:

@@ -18,7 +18,9 @@ KEY = "lpx_abc_secret"
 
 @dataclass
 class FakeGateway:
-    """One tenant's adapters. `answer`, when set, is what every upload gets instead."""
+    """One tenant's adapters. `answer`, when set, is what every upload gets instead; of `refusals` each call
+    takes one, or None.
+    """
 
     adapters: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
@@ -29,6 +31,7 @@ class FakeGateway:
     discard: bool = False
     answer: Response | None = None
     refusal_to_begin: Response | None = None
+    refusals: list[Response | None] = field(default_factory=list)
     url: str = ""
 
     def app(self) -> FastAPI:
@@ -39,7 +42,8 @@ class FakeGateway:
             self.requests.append(f"{request.method} {request.url.path}")
             if request.headers.get("authorization") != f"Bearer {KEY}":
                 return _error(401, "The API key is not valid.")
-            return await call_next(request)
+            refused = self.refusals.pop(0) if self.refusals else None
+            return refused or await call_next(request)
 
         @app.post("/v1/adapter-uploads")
         async def begin(request: Request) -> Response:
