@@ -231,6 +231,16 @@ def check_location(location: str) -> str:
     return location
 
 
+def check_present(folder: Path) -> None:
+    """Raises `StoreUnavailable` unless a folder is there that a store had made when it was opened.
+
+    When its volume is gone, files that are missing are not lost, and new ones must not go below the bare
+    mount point.
+    """
+    if not folder.is_dir():
+        raise StoreUnavailable(f"The store's folder {folder} is not there any more. Is its volume mounted?")
+
+
 def hex_of(digest: bytes) -> str:
     """The digest as it stands in paths. Raises ValueError for anything else."""
     if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:

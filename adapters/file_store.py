@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from adapters.blob_store import BlobStore, is_remote
+from adapters.blob_store import BlobStore, check_present, is_remote
 
 if TYPE_CHECKING:
     from adapters.s3_store import S3Store
@@ -59,7 +59,11 @@ def open_files(location: str, store: BlobStore) -> FileStore:
 
 
 class FolderFiles:
-    """Files below a folder, which is made if it is missing. See `FileStore`."""
+    """Files below a folder, which is made if it is missing. See `FileStore`.
+
+    Every method raises `StoreUnavailable` when the folder is no longer there, as when its volume has been
+    unmounted: else each file would be taken for lost.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -68,6 +72,7 @@ class FolderFiles:
     def put(self, name: str, source: Path) -> None:
         """See `FileStore`."""
         target = self._path(name)
+        check_present(self._root)
         target.parent.mkdir(exist_ok=True)
         half = target.with_name(_HALF + secrets.token_hex(8))
         try:
@@ -86,16 +91,22 @@ class FolderFiles:
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """See `FileStore`."""
-        with self._path(name).open("rb") as file:
-            file.seek(start)
-            return file.read(length)
+        try:
+            with self._path(name).open("rb") as file:
+                file.seek(start)
+                return file.read(length)
+        except FileNotFoundError:
+            check_present(self._root)
+            raise
 
     def delete(self, name: str) -> None:
         """See `FileStore`."""
+        check_present(self._root)
         self._path(name).unlink(missing_ok=True)
 
     def names(self) -> Iterator[tuple[str, float]]:
         """See `FileStore`. What a crash has left half written is among them."""
+        check_present(self._root)
         for path in self._root.glob("*/*"):
             with suppress(FileNotFoundError):
                 yield f"{path.parent.name}/{path.name}", path.stat().st_mtime

@@ -28,6 +28,7 @@ from adapters.blob_store import (
     MANIFEST_FILE,
     PIECE_BYTES,
     BlobNotFound,
+    check_present,
     check_record_path,
     describe_files,
     hex_of,
@@ -43,6 +44,8 @@ _FILE_MODE = 0o644
 class FolderStore:
     """The store under `root`, which is made if it is missing: a `BlobStore` and a `BlobReader`.
     Safe for many processes at once on one file system.
+
+    Methods raise `StoreUnavailable` when the root has vanished since, as with an unmounted volume.
     """
 
     def __init__(self, root: Path) -> None:
@@ -60,6 +63,7 @@ class FolderStore:
 
         Raises FileNotFoundError when `files` is gone.
         """
+        check_present(self._staging)
         folder = self._staging / secrets.token_hex(16)
         if files is None:
             folder.mkdir(mode=0o700)
@@ -72,7 +76,7 @@ class FolderStore:
         """The folder of a blob. Raises `BlobNotFound`."""
         folder = self._folder(digest)
         if not folder.is_dir():
-            raise BlobNotFound(digest)
+            raise self._not_found(digest)
         return folder
 
     @contextmanager
@@ -81,7 +85,10 @@ class FolderStore:
         yield self.path(digest)
 
     def contains(self, digest: bytes) -> bool:
-        return self._folder(digest).is_dir()
+        is_here = self._folder(digest).is_dir()
+        if not is_here:
+            check_present(self._blobs)
+        return is_here
 
     def has_local(self, digest: bytes) -> bool:
         """Whether there is such a blob: all of them are here."""
@@ -105,17 +112,18 @@ class FolderStore:
                 while piece := file.read(PIECE_BYTES):
                     yield piece
         except FileNotFoundError:
-            raise BlobNotFound(digest) from None
+            raise self._not_found(digest) from None
 
     def copy_file(self, digest: bytes, name: str, target: Path) -> None:
         """Puts one file of a blob at `target`: the same file by another name. Raises `BlobNotFound`."""
         try:
             os.link(self._file(digest, name), target)
         except FileNotFoundError:
-            raise BlobNotFound(digest) from None
+            raise self._not_found(digest) from None
 
     def digests(self) -> Iterator[bytes]:
         """Every blob, in no order."""
+        check_present(self._blobs)
         for folder in self._blobs.glob("*/*"):
             yield bytes.fromhex(folder.name)
 
@@ -126,6 +134,7 @@ class FolderStore:
         try:
             folder.rename(trashed)
         except FileNotFoundError:
+            check_present(self._trash)
             return None
         _sync_folder(folder.parent)
         return FolderTrashed(self, digest, trashed)
@@ -154,6 +163,7 @@ class FolderStore:
     def put_record(self, path: str, record: Mapping[str, Any]) -> None:
         """Writes a small JSON object, durably and at once; `path` is like ``names/acme/sql/3``."""
         target = self._record(path)
+        check_present(self._records)
         target.parent.mkdir(parents=True, exist_ok=True)
         # A name that no record has, so that a reader sees the old one or the new one.
         written = target.with_name(f".{secrets.token_hex(8)}")
@@ -167,10 +177,12 @@ class FolderStore:
         try:
             return json.loads(self._record(path).read_bytes())
         except FileNotFoundError:
+            check_present(self._records)
             return None
 
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The records whose path begins with the folder `prefix`, with their paths."""
+        check_present(self._records)
         for file in (self._records / check_record_path(prefix)).rglob(f"[!.]*{_RECORD_SUFFIX}"):
             with suppress(FileNotFoundError):  # deleted since it was listed
                 record = json.loads(file.read_bytes())
@@ -179,9 +191,15 @@ class FolderStore:
     def delete_record(self, path: str) -> None:
         """Removes a record; one that is not there is no error."""
         target = self._record(path)
+        check_present(self._records)
         with suppress(FileNotFoundError):
             target.unlink()
             _sync_folder(target.parent)
+
+    def _not_found(self, digest: bytes) -> BlobNotFound:
+        """What to raise for a blob that is not there. Raises `StoreUnavailable` when nothing is."""
+        check_present(self._blobs)
+        return BlobNotFound(digest)
 
     def _record(self, path: str) -> Path:
         return self._records / (check_record_path(path) + _RECORD_SUFFIX)

@@ -20,6 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adapters.blob_store import StoreUnavailable
 from adapters.registry import AdapterConflict, AdapterNotFound
 from gateway.messages.errors import error_object, speaks_messages, status_of
 from gateway.redaction import redact
@@ -103,6 +104,13 @@ def unavailable(message: str, *, retry_after_s: int = 1, code: str = "engine_una
     return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": str(retry_after_s)})
 
 
+def store_unavailable(fault: OSError) -> ApiError:
+    """Returns the 503 for what a disk or a bucket does, which is no client's business: the log has it."""
+    logger.error("the store failed: %s", fault)
+    message = "The server cannot use its store at the moment. Try again later, or tell your operator."
+    return unavailable(message, retry_after_s=60, code="store_unavailable")
+
+
 def method_not_allowed(request: Request, allowed: Iterable[str]) -> ApiError:
     """Returns the 405 for a path that answers to other methods only."""
     return ApiError(
@@ -156,6 +164,7 @@ def install_error_handling(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
     for away in (RedisConnectionError, RedisTimeoutError):
         app.add_exception_handler(away, _on_redis_away)
+    app.add_exception_handler(StoreUnavailable, _on_store_away)
     app.add_exception_handler(AdapterNotFound, _on_adapter_not_found)
     app.add_exception_handler(AdapterConflict, _on_adapter_conflict)
     app.add_exception_handler(Exception, _on_bug)
@@ -226,6 +235,11 @@ async def _on_redis_away(_: Request, error: Exception) -> Response:
     logger.debug("Redis is away: %s", error)
     message = "The record of tenants and adapters cannot be reached. Try again shortly."
     return error_response(unavailable(message, code="registry_unavailable"))
+
+
+async def _on_store_away(_: Request, error: Exception) -> Response:
+    assert isinstance(error, StoreUnavailable)
+    return error_response(store_unavailable(error))
 
 
 async def _on_adapter_not_found(_: Request, error: Exception) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +21,7 @@ from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal
 from gateway.base_shape import shape_of
-from gateway.errors import ApiError, invalid_request, unavailable
+from gateway.errors import ApiError, invalid_request, store_unavailable, unavailable
 from gateway.known_uploads import KnownUploads
 from gateway.own_tokenizers import check_own_tokenizer
 from gateway.resolve import base_not_allowed, may_use
@@ -30,8 +29,6 @@ from gateway.services import Services
 from gateway.upload_sessions import ExpectedFile, UploadOptions
 from gateway.upload_transfers import upload_not_found
 from protos.engine_pb2 import ModelInfo
-
-logger = logging.getLogger(__name__)
 
 
 def model_for_uploads(services: Services, caller: Principal) -> ModelInfo:
@@ -160,13 +157,11 @@ async def staged(store: BlobStore, files: Path | None = None) -> AsyncIterator[S
 
 @asynccontextmanager
 async def store_faults() -> AsyncIterator[None]:
-    """Answers 503 for what a disk or a bucket does, which is no client's business: the log has it."""
+    """Answers 503 where the store fails."""
     try:
         yield
     except OSError as error:
-        logger.error("the store failed: %s", error)
-        message = "The server cannot use its store at the moment. Try again later, or tell your operator."
-        raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
+        raise store_unavailable(error) from error
 
 
 @asynccontextmanager

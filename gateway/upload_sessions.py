@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from adapters.blob_store import check_present
 from gateway.upload_slots import too_many_uploads
 
 KEPT_S = 24 * 3600.0
@@ -116,7 +117,10 @@ class UploadSessions:
         return session
 
     def find(self, tenant: str, session_id: str) -> UploadSession | None:
-        """The tenant's session, or None: there is none, or it has ended or expired."""
+        """The tenant's session, or None: there is none, or it has ended or expired.
+
+        Raises `StoreUnavailable` when nothing is there any more, as with an unmounted volume.
+        """
         if _ID.fullmatch(session_id) is None:
             return None
         folder = self._scratch / tenant / session_id
@@ -124,6 +128,7 @@ class UploadSessions:
             values = json.loads((folder / "session.json").read_bytes())
             touched_at = folder.stat().st_mtime
         except FileNotFoundError:
+            check_present(self._scratch)
             return None
         if touched_at < time.time() - KEPT_S:
             return None

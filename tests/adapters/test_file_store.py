@@ -47,3 +47,21 @@ def test_a_name_leads_nowhere_else(store: FileStore, tmp_path: Path) -> None:
             store.read(name, 0, 1)
         with pytest.raises(ValueError, match="no name"):
             put(store, tmp_path, name, b"")
+
+
+def test_files_of_a_volume_that_has_vanished_are_not_lost(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    files = open_files(str(root), open_store(str(root), tmp_path / "cache"))
+    put(files, tmp_path, "acme/file-1", b"0123456789")
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    calls = [
+        lambda: files.read("acme/file-1", 0, 1),
+        lambda: put(files, tmp_path, "acme/file-2", b"1"),
+        lambda: files.delete("acme/file-1"),
+        lambda: list(files.names()),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match="Is its volume mounted"):
+            call()
+    assert list(root.iterdir()) == []

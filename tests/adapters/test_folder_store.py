@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.blob_store import MANIFEST_FILE
+from adapters.blob_store import MANIFEST_FILE, StoreUnavailable
 from adapters.folder_store import FolderStore
 
 DIGEST = hashlib.sha256(b"one").digest()
@@ -164,3 +164,35 @@ def test_a_record_half_written_by_a_crash_is_no_record_and_goes(store: FolderSto
     assert len(list(store.list_records("names"))) == 1
     assert store.clean(older_than_s=3600) == 0
     assert store.clean(older_than_s=-10) == 1 and not half.exists()
+
+
+def test_a_store_whose_volume_has_vanished_lacks_nothing_and_takes_nothing(
+    store: FolderStore, tmp_path: Path
+) -> None:
+    """As an unmounted volume: what was in it is not lost, and the bare mount point stays bare."""
+    publish(store)
+    store.put_record("names/acme/sql/1", {})
+    root = tmp_path / "store"
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
+    calls = [
+        lambda: store.contains(DIGEST),
+        lambda: store.path(DIGEST),
+        lambda: store.manifest(DIGEST),
+        lambda: list(store.chunks(DIGEST, "adapter_config.json")),
+        lambda: store.copy_file(DIGEST, "adapter_config.json", tmp_path / "copy"),
+        lambda: list(store.digests()),
+        lambda: store.withdraw(DIGEST),
+        lambda: store.stage(),
+        lambda: store.put_record("names/acme/sql/2", {}),
+        lambda: store.read_record("names/acme/sql/1"),
+        lambda: list(store.list_records("names")),
+        lambda: store.delete_record("names/acme/sql/1"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match="Is its volume mounted"):
+            call()
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    (tmp_path / "elsewhere").rename(root)
+    assert store.contains(DIGEST) and store.read_record("names/acme/sql/1") == {}

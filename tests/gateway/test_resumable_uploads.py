@@ -92,6 +92,27 @@ async def test_files_sent_one_by_one_become_a_version(valkey_url: str, tmp_path:
         assert (await complete(plane, acme, session["id"])).status_code == 404
 
 
+async def test_an_upload_is_not_forgotten_while_the_stores_volume_is_gone(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme")
+        files = adapter_files(seed=2)
+        upload = (await begin(plane, acme, files)).json()["id"]
+        away = plane.store.rename(tmp_path / "elsewhere")
+        for answer in (
+            await append(plane, acme, upload, CONFIG, files[CONFIG]),
+            await begin(plane, acme, files),
+            await complete(plane, acme, upload),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert not plane.store.exists()
+        away.rename(plane.store)
+        for file, content in files.items():
+            assert (await append(plane, acme, upload, file, content)).status_code == 200
+        assert (await complete(plane, acme, upload)).status_code == 201
+
+
 async def test_what_broke_off_goes_on_where_it_was(valkey_url: str, tmp_path: Path) -> None:
     async with control_plane(valkey_url, tmp_path) as plane:
         acme = await plane.tenant("acme")

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
+from adapters.blob_store import StoreUnavailable
 from adapters.file_store import FolderFiles
 from gateway.batches import work
 from gateway.batches.batch import Status
@@ -89,6 +90,24 @@ async def test_a_batch_ends_though_its_input_is_gone(
         else:
             assert await losing.content(ended["output_file_id"]) == ["r0"]
             assert ended["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+
+
+@pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing"])
+async def test_a_batch_waits_while_the_stores_volume_is_gone(
+    valkey_url: str, tmp_path: Path, state: str
+) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        losing = Losing(redis, tmp_path)
+        _, lease = await losing.begin()
+        if state != "validating":
+            await losing.answer(lease, 1)
+        if state == "finalizing":
+            await losing.desk.batches.move(lease, Status.FINALIZING, of=(Status.IN_PROGRESS,), fields={})
+        (tmp_path / "files").rename(tmp_path / "elsewhere")
+        with pytest.raises(StoreUnavailable):  # who works on it tries again later
+            await losing.work(lease)
+        found = await losing.desk.batches.find("acme", "batch_1")
+        assert found is not None and found.status == state
 
 
 async def test_a_batch_whose_results_are_gone_fails_with_the_others(valkey_url: str, tmp_path: Path) -> None:
