@@ -157,9 +157,11 @@ class BlockPool:
             assert self._references[block] > 0, f"block {block} is not held by anyone"
             self._drop_hash(block)
 
-    def is_writable(self, block: int) -> bool:
-        """Whether the holder of ``block`` may write to it: nobody else holds it, and nobody can find it."""
-        return self._references[block] == 1 and self._hash_of[block] is None
+    def is_writable(self, block: int, *, num_holders: int = 1) -> bool:
+        """Whether ``block`` may be written to, by the last of so many of its holders once the others have let
+        it go: nobody else holds it, and nobody can find it.
+        """
+        return self._references[block] == num_holders and self._hash_of[block] is None
 
     def check(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """Asserts that every block is idle or held and never both, and that the prefix map agrees.

@@ -93,6 +93,7 @@ def split(news: LinkOutput) -> list[LinkOutput]:
     keys = zip(news.request_ids, news.choices, strict=True)
     last_part = {key: index // width for index, key in enumerate(keys)}
     parts[0].started, parts[0].prompts, parts[0].vectors = news.started, prompts, news.vectors
+    parts[0].searched = news.searched
     for finished in news.finished:
         where = last_part.get((finished.request_id, finished.choice), len(parts) - 1)
         parts[where].finished.append(finished)

@@ -43,6 +43,14 @@ class Vector:
     values: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search has cost since this was told last: a token for each beam in each step."""
+
+    request_id: int
+    tokens: int
+
+
 @dataclass(slots=True)
 class LinkOutput:
     """News for one link. The first four lists have one entry for each new token, in order."""
@@ -55,6 +63,7 @@ class LinkOutput:
     finished: list[Finished] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
+    searched: list[Searched] = field(default_factory=list)
 
     def merge(self, later: LinkOutput) -> None:
         """Appends the news of a later step; the receiver may not notice that they were two."""
@@ -66,6 +75,7 @@ class LinkOutput:
         self.finished += later.finished
         self.prompts += later.prompts
         self.vectors += later.vectors
+        self.searched += later.searched
 
 
 class Outputs:
@@ -80,6 +90,17 @@ class Outputs:
         out.choices.append(seq.choice)
         out.tokens.append(token)
         out.logprobs.append(logprobs)
+
+    def answer(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:
+        """All tokens of a choice at once."""
+        out = self._of(seq.request.link)
+        out.request_ids += [seq.request.request_id] * len(tokens)
+        out.choices += [seq.choice] * len(tokens)
+        out.tokens += tokens
+        out.logprobs += logprobs
+
+    def searched(self, request: Request, tokens: int) -> None:
+        self._of(request.link).searched.append(Searched(request.request_id, tokens))
 
     def prompt_logprobs(self, request: Request, start: int, tokens: tuple[TokenLogprobs, ...]) -> None:
         self._of(request.link).prompts.append(PromptLogprobs(request.request_id, start, tokens))

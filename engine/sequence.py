@@ -9,12 +9,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.beams import BeamOptions
 from engine.block_pool import BLOCK_SIZE, activation_hash, block_hashes
 from engine.constraints import Constraint, Grammar
 from engine.step import Pooling, SamplingParams, StepAdapter
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from engine.scheduler.beam_group import BeamGroup
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,8 @@ class Status(enum.Enum):
            ▲                 │  ▲
            └────preempt──────┘  └──fork── ATTACHED
 
-    An attached sequence is a further choice of a request whose first choice is computing their prompt.
+    An attached sequence is a further choice of a request whose first choice is computing their prompt, or a
+    further beam of a search: those are attached again when the search has to wait.
     """
 
     WAITING = "waiting"
@@ -74,6 +78,7 @@ class Request:
         prompt_logprobs: alternatives for each token of the prompt, if its tokens' logprobs are wanted.
         prompt_only: only the prompt is wanted: what is drawn after it is told nobody.
         pooling: set: the vector of the prompt is wanted, and nothing else (``prompt_only``).
+        beams: set: the choices are not drawn, but searched for; they are told when the search has ended.
         arrival, deadline: seconds on the scheduler's clock.
     """
 
@@ -96,6 +101,7 @@ class Request:
     prompt_logprobs: int | None = None
     prompt_only: bool = False
     pooling: Pooling | None = None
+    beams: BeamOptions | None = None
     arrival: float = 0.0
     deadline: float | None = None
     prompt_hashes: list[bytes] = field(init=False)
@@ -113,6 +119,13 @@ class Request:
     def key(self) -> tuple[Hashable, int]:
         return self.link, self.request_id
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that it holds at most. Beams share the prompt's full ones."""
+        most = -(-self.max_len // BLOCK_SIZE)
+        shared = len(self.prompt) // BLOCK_SIZE
+        return most if self.beams is None else shared + self.beams.width * (most - shared)
+
     def parent_hash(self, hashes: Seq[bytes]) -> bytes:
         """What the next block's hash follows, when ``hashes`` are those of all blocks before it."""
         parent = hashes[-1] if hashes else self.block_root
@@ -125,7 +138,7 @@ class Sequence:
     """One stream of tokens. All fields are written by the scheduler alone, on the loop's thread.
 
     Attributes:
-        tokens: prompt and output; grows only.
+        tokens: prompt and output; grows only, but for a beam's.
         block_ids: the block table; empty unless running. Replaced, never cleared, when it is given back, so
             that a plan that holds it stays as it was.
         block_hashes: of the full blocks of ``tokens`` that are known so far.
@@ -137,6 +150,7 @@ class Sequence:
         num_charged: of these, how many the tenant has paid for, or got from the cache.
         num_scored: of the prompt's tokens, those whose logprobs have been told; the first has none.
         siblings: attached sequences that start from this one's prompt.
+        search: that it is a beam of; None: it draws tokens.
         vector: of the prompt, as far as it is computed: a sum, where its pooling is the mean.
         constraint: where its output stands in the request's grammar; None without one.
         order: place among the waiting of a tenant; lower is sooner.
@@ -159,6 +173,7 @@ class Sequence:
         "order",
         "params",
         "request",
+        "search",
         "seq_id",
         "siblings",
         "status",
@@ -187,6 +202,7 @@ class Sequence:
         self.constraint: Constraint | None = grammar.start(request.output) if grammar is not None else None
         self.vector: np.ndarray | None = None
         self.siblings: list[Sequence] = []
+        self.search: BeamGroup | None = None
         self.order: tuple[int, int, int] = (1, request.priority, seq_id)
         self.status = Status.WAITING
 
@@ -203,6 +219,27 @@ class Sequence:
     def is_ending(self) -> bool:
         """Whether a step under way draws the last token that there is room for."""
         return len(self.tokens) + self.num_unseen >= self.request.max_len
+
+    @property
+    def unit(self) -> Seq[Sequence]:
+        """Those that stop running when it does: all beams of a search, the first choice first."""
+        return (self,) if self.search is None else self.search.running or (self,)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for its unit."""
+        return self.search is None or self.choice == 0
+
+    @property
+    def num_seats(self) -> int:
+        """Seats that its unit takes, or will, with those that start from its prompt."""
+        return len(self.unit) + len(self.siblings)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that its unit holds; those that its beams share count once."""
+        unit = self.unit
+        return len(self.block_ids) if len(unit) == 1 else len({id for seq in unit for id in seq.block_ids})
 
     def set_status(self, status: Status, why: str = "") -> None:
         """The only place where a life moves on."""

@@ -39,16 +39,16 @@ def who_gives_way(
         free_blocks: those that may be given to who starts.
         most: seats that there are in all.
     """
-    workers = [seq for seq in running if is_background(seq.request.tenant)]
+    workers = [seq for seq in running if is_background(seq.request.tenant) and seq.leads]
     if not workers:
         return []
     others = list(islice((seq for seq in waiting if not is_background(seq.request.tenant)), most))
-    seats = min(most, sum(1 + len(seq.siblings) for seq in others)) - free_seats
+    seats = min(most, sum(seq.num_seats for seq in others)) - free_seats
     blocks = sum(blocks_for(len(seq.tokens)) for seq in others) - free_blocks
     yielding: list[Sequence] = []
     while others and workers and (seats > 0 or blocks > 0):
         seq = workers.pop()
         yielding.append(seq)
-        seats -= 1 + len(seq.siblings)
-        blocks -= len(seq.block_ids)
+        seats -= seq.num_seats
+        blocks -= seq.num_blocks
     return yielding

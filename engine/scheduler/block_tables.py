@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as Seq
+
 from engine.block_pool import BLOCK_SIZE, BlockPool, block_hashes
 from engine.sequence import Sequence
 from engine.step import Pooling
@@ -88,6 +91,42 @@ class BlockTables:
         self._pool.release([shared])
         return True
 
+    def prepare_beams(self, beams: Seq[Sequence], copies: list[tuple[int, int]]) -> bool:
+        """Makes sure that all tokens that the beams of a search lack have places that are their own.
+
+        As `prepare_write`, for all of them or for none: of those that share a block, the last keeps it, so a
+        beam that is its parent's only child copies nothing.
+        """
+        writing = [seq for seq in beams if seq.num_missing]
+        sharing = Counter(_block_to_write(seq) for seq in writing)
+        del sharing[None]
+        pool = self._pool
+        wanted = sum(
+            count - pool.is_writable(block, num_holders=count)
+            for block, count in sharing.items()
+            if block is not None
+        )
+        wanted += sum(blocks_for(len(seq.tokens)) - len(seq.block_ids) for seq in writing)
+        if wanted > pool.num_idle:
+            return False
+        for seq in writing:
+            fits = self.prepare_write(seq, copies)
+            more = pool.allocate(blocks_for(len(seq.tokens)) - len(seq.block_ids))
+            assert fits and more is not None
+            seq.block_ids += more
+        return True
+
+    def branch(self, parent: Sequence, child: Sequence) -> None:
+        """Gives a beam the table of another, all of which is computed: it shares every block, the last,
+        partial one too, which is copied by whoever writes to it. What it held is given back.
+        """
+        held, child.block_ids = child.block_ids, list(parent.block_ids)
+        self._pool.acquire(child.block_ids)
+        self._pool.release(held)
+        child.block_hashes = list(parent.block_hashes)
+        child.num_computed = parent.num_computed
+        child.num_published = parent.num_published
+
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
         """Starts a sibling from the leader's prompt, all of which is computed: it shares the prompt's blocks.
 
@@ -129,3 +168,9 @@ class BlockTables:
         seq.block_ids = []
         seq.num_computed = 0
         seq.num_published = 0
+
+
+def _block_to_write(seq: Sequence) -> int | None:
+    """The block that the next token goes into; None where a new one begins."""
+    index = seq.num_computed // BLOCK_SIZE
+    return seq.block_ids[index] if index < len(seq.block_ids) else None

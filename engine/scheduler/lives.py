@@ -10,6 +10,7 @@ import numpy as np
 from engine.block_pool import BLOCK_SIZE
 from engine.outputs import Outputs
 from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.beam_group import BeamGroup
 from engine.scheduler.block_tables import BlockTables
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.queue_bounds import QueueBounds
@@ -96,10 +97,14 @@ class Lives:
 
     def queue(self, request: Request) -> None:
         """Takes in a request: its first choice waits, the others are attached to it."""
-        leader, *siblings = self.roster.enlist(request)
+        sequences = leader, *siblings = self.roster.enlist(request)
         for sibling in siblings:
             sibling.set_status(Status.ATTACHED)
         leader.siblings = siblings
+        if request.beams is not None:
+            group = BeamGroup(request, sequences)
+            for seq in sequences:
+                seq.search = group
         self.waiting.push(leader)
         if len(leader.tokens) >= request.max_len:
             self.end_all([leader, *siblings], FinishReason.LENGTH)
@@ -112,7 +117,7 @@ class Lives:
         seq.adapter = self._gate.acquire(seq.request.adapter_digest)
         seq.num_charged = max(seq.num_charged, min(seq.num_computed, seq.num_given))
         seq.num_at_start = len(seq.tokens) + seq.num_unseen
-        self._run(seq)
+        self._run(seq, len(self.running))
         if self.roster.mark_started(seq.request):
             queue_us = max(0, int((self._clock() - seq.request.arrival) * 1e6))
             cached = min(seq.num_computed, seq.num_prompt)
@@ -170,30 +175,40 @@ class Lives:
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             self.tables.fork(leader, sibling)
-            sibling.adapter = self._gate.acquire(leader.request.adapter_digest)
-            sibling.num_charged = sibling.num_given
-            sibling.num_scored = sibling.num_prompt
-            sibling.num_at_start = len(sibling.tokens)
-            self._run(sibling, "forked")
+            self._run_forked(sibling, len(self.running))
 
-    def _run(self, seq: Sequence, why: str = "") -> None:
+    def fork_beams(self, leader: Sequence) -> None:
+        """Lets the other beams run from all that the leader has computed, right behind it."""
+        siblings, leader.siblings = leader.siblings, []
+        for place, sibling in enumerate(siblings, self.running.index(leader) + 1):
+            self.tables.branch(leader, sibling)
+            self._run_forked(sibling, place)
+
+    def _run_forked(self, seq: Sequence, place: int) -> None:
+        seq.adapter = self._gate.acquire(seq.request.adapter_digest)
+        seq.num_charged = seq.num_given
+        seq.num_scored = seq.num_prompt
+        seq.num_at_start = len(seq.tokens)
+        self._run(seq, place, "forked")
+
+    def _run(self, seq: Sequence, place: int, why: str = "") -> None:
         seq.set_status(Status.RUNNING, why)
-        self.running.append(seq)
+        self.running.insert(place, seq)
         self.counters.start(seq.request.tenant)
 
     # ---- back to the queue ---------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes everything from a running sequence and puts it to the front of its tenant."""
+        """Takes everything from a running sequence and puts it to the front of its tenant; from all beams of
+        a search, where it is one.
+        """
         self.num_preemptions += 1
-        self._stop_running(seq)
-        self._wait_again(seq, "preempted")
+        self._wait_again(self._step_back(seq), "preempted")
 
     def yield_room(self, seq: Sequence) -> None:
         """As `preempt`, for a tenant of which nothing runs."""
         self.num_yields += 1
-        self._stop_running(seq)
-        self._wait_again(seq, "makes room")
+        self._wait_again(self._step_back(seq), "makes room")
 
     def yield_pages(self, seq: Sequence, claimant: str) -> None:
         """Takes everything from a running sequence, whose adapter makes room for one of a tenant.
@@ -202,9 +217,22 @@ class Lives:
         not change the order within its own: it goes to the front.
         """
         own = seq.request.tenant == claimant
-        self._stop_running(seq)
+        first = self._step_back(seq)
         order = (1, seq.request.priority, self.roster.take_ticket()) if own else None
-        self._wait_again(seq, "yields", order=order)
+        self._wait_again(first, "yields", order=order)
+
+    def _step_back(self, seq: Sequence) -> Sequence:
+        """Takes everything from a running sequence and those that come and go with it. Returns the first of
+        them, which is to wait for all.
+        """
+        first, *others = seq.unit
+        for each in (first, *others):
+            self._stop_running(each)
+        for other in others:
+            other.set_status(Status.ATTACHED, "its search waits")
+        if first.search is not None:
+            first.search.gather()
+        return first
 
     def _wait_again(self, seq: Sequence, why: str, *, order: tuple[int, int, int] | None = None) -> None:
         """Queues a sequence once more: at the front of its tenant's, unless the order says where."""
@@ -260,10 +288,12 @@ class Lives:
             self.end(seq, reason, error)
 
     def end_spoiled(self, seq: Sequence, why: str) -> None:
-        """Ends a sequence whose results cannot be trusted, and those that would start from them."""
-        for sibling in list(seq.siblings):
-            self.end(sibling, FinishReason.ERROR, why)
-        self.end(seq, FinishReason.ERROR, why, spoiled=True)
+        """Ends a sequence whose results cannot be trusted, those that would start from them, and those that
+        come and go with it.
+        """
+        first, *others = [seq, *seq.siblings] if seq.search is None else seq.search.seats
+        for each in (*others, first):
+            self.end(each, FinishReason.ERROR, why, spoiled=True)
 
     def end_failed_adapters(self) -> None:
         """Ends the waiting sequences whose adapter could not be brought; attached ones with their leader."""

@@ -129,13 +129,14 @@ class Room:
         ready = sorted(victim for victim in victims if victim in leaving and leaving[victim].steps <= 0)
         for victim in ready:
             self._gate.note_yield()
-            for seq in [seq for seq in self._running if seq.request.adapter_digest == victim]:
+            users = [seq for seq in self._running if seq.request.adapter_digest == victim and seq.leads]
+            for seq in users:
                 self._lives.yield_pages(seq, claimant)
         return bool(ready)
 
     def _yield_room(self, newcomer: Sequence) -> None:
         """Lets sequences make room for a tenant of which nothing runs, if that suffices for it."""
-        seats = 1 + len(newcomer.siblings) + self._lives.num_seats - self._max_num_seqs
+        seats = newcomer.num_seats + self._lives.num_seats - self._max_num_seqs
         blocks = self._lives.tables.lacking(newcomer, num_running=len(self._running))
         if seats > 0 or blocks > 0:
             for seq in self._turns.who_yields(newcomer.request.tenant, seats, blocks):

@@ -23,6 +23,7 @@ from engine.scheduler.prompt_budget import PromptBudget
 from engine.scheduler.queue_bounds import QueueBounds, Refused
 from engine.scheduler.room import Room
 from engine.scheduler.rows import make_row
+from engine.scheduler.searches import Searches
 from engine.sequence import FinishReason, Request, Sequence, Status
 from engine.step import StepPlan, StepResult, StepRow
 
@@ -74,6 +75,7 @@ class Scheduler:
         self._bounds = QueueBounds(limits.max_num_waiting, clock)
         self._prompt_budget = PromptBudget(limits.max_num_batched_tokens, spread=limits.spread_prompts)
         self._lives = Lives(self._tables, gate, self._counters, self._bounds, clock)
+        self._searches = Searches(self._lives)
         self._running = self._lives.running
         self._waiting = self._lives.waiting
         self._roster = self._lives.roster
@@ -127,7 +129,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. It has been validated; its key is not in use; it fits into the pool alone."""
-        assert request.max_len <= self._pool.num_blocks * BLOCK_SIZE, "the request could never finish"
+        assert request.most_blocks <= self._pool.num_blocks, "the request could never finish"
         assert len(request.sampling) <= self._limits.max_choices, "the request could never start"
         held = self._roster.num_of_tenant(request.tenant) - self._counters.num_running(request.tenant)
         count = len(request.sampling)
@@ -141,9 +143,12 @@ class Scheduler:
         self._lives.outputs.refused(request, refused.refusal, refused.why, refused.retry_after_s)
 
     def abort(self, link: Hashable, request_id: int, choice: int | None = None) -> None:
-        """Ends a request, or one choice of it; what it held is free at once. Unknown ones are ignored."""
+        """Ends a request, or one choice of it; what it held is free at once. Unknown ones are ignored.
+
+        A search has no choices before its end, so it ends as a whole.
+        """
         sequences = self._roster.of_request(link, request_id)
-        wanted = [seq for seq in sequences if choice is None or seq.choice == choice]
+        wanted = [seq for seq in sequences if choice in (None, seq.choice) or seq.search is not None]
         self._lives.end_all(wanted, FinishReason.ABORTED)
 
     def abort_link(self, link: Hashable) -> None:
@@ -180,7 +185,7 @@ class Scheduler:
             if seq is None:
                 continue
             if outcome is not None:
-                seq.num_unseen -= 1
+                seq.num_unseen -= seq.search is None
                 if outcome.error is not None:
                     self._lives.end_spoiled(seq, outcome.error)
                     continue
@@ -193,8 +198,12 @@ class Scheduler:
                 num_tokens = row.start + len(row.tokens)
                 if num_tokens // BLOCK_SIZE > seq.num_published:
                     self._tables.publish(seq, num_tokens)
-            if outcome is not None:
+            if outcome is None:
+                continue
+            if seq.search is None:
                 self._lives.take_token(seq, outcome)
+            else:
+                self._searches.take(seq, outcome)
 
     def note_time(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken the device so long; what the next ones hold depends on it."""
@@ -214,6 +223,7 @@ class Scheduler:
         self._pool.check(seq.block_ids for seq in self._running)
         self._gate.check([seq.request.adapter_digest for seq in self._running if seq.adapter is not None])
         self._lives.check()
+        self._searches.check(self._running)
         assert self._lives.num_seats <= self._limits.max_num_seqs
 
     # ---- planning ----------------------------------------------------------------------------------
@@ -224,11 +234,16 @@ class Scheduler:
         while index < len(running):
             seq = running[index]
             length = len(seq.tokens) + seq.num_unseen
-            if length - seq.num_computed == 1 and length < seq.request.max_len:
-                if not self._tables.prepare_write(seq, step.copies):
-                    self._lives.preempt(self._last_to_stay(index))
-                    all_fit = False
-                    continue
+            lacks_one = length - seq.num_computed == 1 and length < seq.request.max_len
+            if seq.search is not None and seq.leads:
+                fits = self._tables.prepare_beams(seq.search.running, step.copies)
+            else:
+                fits = not lacks_one or self._tables.prepare_write(seq, step.copies)
+            if not fits:
+                self._lives.preempt(self._last_to_stay(index))
+                all_fit = False
+                continue
+            if lacks_one:
                 self._plan_row(step, seq, 1)
             index += 1
         return all_fit
@@ -256,7 +271,7 @@ class Scheduler:
                 # Asked even when no seat is free, so that an adapter is fetched while its sequence waits.
                 if not self._may_start(seq):
                     continue
-                seats -= 1 + len(seq.siblings)
+                seats -= seq.num_seats
                 if seats < 0 or not self._tables.admit(seq, num_running=len(self._running)):
                     break
                 self._lives.start(seq)
@@ -320,7 +335,7 @@ class Scheduler:
         step.budget -= count
         seq.num_computed += count
         if row.sampling is not None:
-            seq.num_unseen += 1
+            seq.num_unseen += seq.search is None  # after a beam nothing is drawn
         if seq.num_charged < seq.num_given:
             paid = min(seq.num_computed, seq.num_given)
             if paid > seq.num_charged:

@@ -106,15 +106,16 @@ class Turns:
         """The sequences that make room for a tenant of which nothing runs; none if they would not suffice.
 
         Of the tenants that were served no less, the one served most gives first, and of its sequences those
-        admitted last. Its only one goes on until its turn is over.
+        admitted last. Its only one goes on until its turn is over. All beams of a search are one.
 
         Args:
             seats, blocks: how many are lacking.
         """
         claiming = self._counters.account(newcomer)
         yielding: list[Sequence] = []
-        left = Counter(seq.request.tenant for seq in self._running)
-        for seq in sorted(reversed(self._running), key=lambda seq: self._account(seq).rank[:2], reverse=True):
+        units = [seq for seq in self._running if seq.leads]
+        left = Counter(seq.request.tenant for seq in units)
+        for seq in sorted(reversed(units), key=lambda seq: self._account(seq).rank[:2], reverse=True):
             if seats <= 0 and blocks <= 0:
                 return yielding
             tenant = seq.request.tenant
@@ -122,8 +123,8 @@ class Turns:
             if self._account(seq).owes(claiming) and is_over and not seq.is_ending:
                 yielding.append(seq)
                 left[tenant] -= 1
-                seats -= 1 + len(seq.siblings)
-                blocks -= len(seq.block_ids)
+                seats -= seq.num_seats
+                blocks -= seq.num_blocks
         return yielding if seats <= 0 and blocks <= 0 else []
 
     def _account(self, seq: Sequence) -> Account:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.adapter_tiers import AdapterTiers
+from engine.beams import Beam, BeamOptions, BeamSearch
 from engine.block_pool import BLOCK_SIZE, BlockPool, root_hash
 from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages, pages_for_rank
@@ -26,6 +27,8 @@ from engine.sequence import Request
 from engine.step import UNSEEN, RowResult, SamplingParams, StepPlan, StepResult, StepRow, TokenLogprobs
 
 VOCAB_SIZE = 1000
+NUM_LIKELY = 48
+"""Tokens that searches come upon."""
 MODEL_DIGEST = b"m" * 32
 
 
@@ -76,17 +79,23 @@ def make_request(
     prompt_logprobs: int | None = None,
     prompt_only: bool = False,
     max_model_len: int = 1 << 30,
+    search: dict[str, Any] | None = None,
 ) -> Request:
-    """A request; ``prompt`` is its tokens, or their number."""
+    """A request; ``prompt`` is its tokens, or their number. ``search``: options of one with ``n`` beams."""
     tokens = [i % VOCAB_SIZE for i in range(7, 7 + prompt)] if isinstance(prompt, int) else list(prompt)
     digest = digest_of(adapter) if adapter else b""
+    max_len = min(len(tokens) + max_tokens, max_model_len)
+    beams = None
+    if search is not None:
+        beams = BeamOptions(n, max_len - len(tokens), frozenset(stop), num_top=logprobs, **search)
+        logprobs = beams.num_candidates
     return Request(
         link=link,
         request_id=request_id,
         prompt=tokens,
         output=list(output),
         sampling=tuple(SamplingParams(seed=seed, logprobs=logprobs) for seed in range(n)),
-        max_len=min(len(tokens) + max_tokens, max_model_len),
+        max_len=max_len,
         block_root=root_hash(MODEL_DIGEST, "float32", b"" if adapter_start else digest, scope.encode()),
         adapter_digest=digest,
         adapter_start=adapter_start,
@@ -100,6 +109,7 @@ def make_request(
         deadline=deadline,
         prompt_logprobs=prompt_logprobs,
         prompt_only=prompt_only,
+        beams=beams,
     )
 
 
@@ -279,7 +289,9 @@ class FakeRunner:
         if adapter is not None and adapter.poison:
             return RowResult(row.seq_id, 0, error="the logits are not finite")
         assert row.sampling is not None
-        return RowResult(row.seq_id, draw(state, row.sampling.seed, row.banned_tokens))
+        token = draw(state, row.sampling.seed, row.banned_tokens)
+        count = row.sampling.logprobs
+        return RowResult(row.seq_id, token, None if count is None else top_after(state, count))
 
     def _adapter(self, row: StepRow) -> FakeAdapter | None:
         if row.adapter is None:
@@ -316,13 +328,42 @@ def draw(state: bytes, seed: int, banned: Sequence[int] = ()) -> int:
     raise AssertionError("everything is banned")
 
 
-def expected_output(request: Request, choice: int = 0) -> list[int]:
-    """What the fake model answers if nothing ever goes wrong."""
+def top_after(state: bytes, count: int) -> TokenLogprobs:
+    """The likeliest tokens of a fake model: of few, so that searches meet their end tokens."""
+    noise = hashlib.blake2b(state + b"top", digest_size=64).digest()
+    order = sorted(range(NUM_LIKELY), key=lambda token: noise[token])[:count]
+    logprobs = [-(1 + noise[token]) / 64 - token / 1024 for token in order]
+    found = sorted(zip(logprobs, order, strict=True), reverse=True)
+    return TokenLogprobs(0.0, tuple(token for _, token in found), tuple(logprob for logprob, _ in found))
+
+
+def expected_answers(request: Request) -> list[list[int]]:
+    """What a search over the fake model finds if it is alone, and nothing is shared."""
+    assert request.beams is not None
+    search = BeamSearch(request.beams)
+    while search.beams:
+        search.advance({beam: _top_of(request, beam) for beam in search.beams})
+    return [answer.tokens for answer in search.answers]
+
+
+def _top_of(request: Request, beam: Beam) -> TokenLogprobs:
+    assert request.beams is not None
+    return top_after(context_of(request, beam.tokens), request.beams.num_candidates)
+
+
+def context_of(request: Request, output: Sequence[int]) -> bytes:
+    """What the fake model has computed after a request's prompt and some output."""
     state = b""
-    for position, token in enumerate((*request.prompt, *request.output)):
+    for position, token in enumerate((*request.prompt, *output)):
         if request.adapter_digest and position == request.adapter_start:
             state = activate(state, request.adapter_digest)
         state = link_state(state, token)
+    return state
+
+
+def expected_output(request: Request, choice: int = 0) -> list[int]:
+    """What the fake model answers if nothing ever goes wrong."""
+    state = context_of(request, request.output)
     tokens = list(request.output)
     while len(request.prompt) + len(tokens) < request.max_len:
         banned = request.banned_before_min if len(tokens) < request.min_tokens else ()
@@ -353,6 +394,8 @@ class Engine:
     started: dict[tuple[Hashable, int], int] = field(default_factory=dict)
     told: dict[tuple[Hashable, int], list[int]] = field(default_factory=dict)
     """By request: the tokens of its prompt whose logprobs have been told."""
+    searched: dict[tuple[Hashable, int], int] = field(default_factory=dict)
+    """By request: what its search has cost."""
 
     def step(self) -> StepPlan:
         """One turn of the loop, with every invariant checked after it."""
@@ -380,6 +423,9 @@ class Engine:
             for request_id, choice, token in zip(out.request_ids, out.choices, out.tokens, strict=True):
                 assert (link, request_id, choice) not in self.finished, "a token after the end"
                 self.tokens.setdefault((link, request_id, choice), []).append(token)
+            for searched in out.searched:
+                key = (link, searched.request_id)
+                self.searched[key] = self.searched.get(key, 0) + searched.tokens
             for start in out.started:
                 assert (link, start.request_id) not in self.started
                 self.started[link, start.request_id] = start.cached_tokens

@@ -6,11 +6,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from builders import VOCAB_SIZE, Engine, digest_of, expected_output, make_engine, make_request
+from builders import (
+    VOCAB_SIZE,
+    Engine,
+    digest_of,
+    expected_answers,
+    expected_output,
+    make_engine,
+    make_request,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.beams import EarlyStopping
 from engine.scheduler import turns
 from engine.scheduler.turns import LEAST_TURN
 from engine.sequence import Request
@@ -74,6 +83,7 @@ WISHES = st.fixed_dictionaries(
         "known": st.sampled_from([0, 0, 5, 20]),
         "scored": st.sampled_from([None, None, 1]),
         "only": st.sampled_from([False, False, False, True]),
+        "search": st.sampled_from([None, None, *EarlyStopping]),
     }
 )
 
@@ -134,7 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for wish in wishes:
             self.number += 1
             request = self._make(wish)
-            if len(request.prompt) < self.engine.pool.num_blocks * 16:
+            num_blocks = self.engine.pool.num_blocks
+            if len(request.prompt) < num_blocks * 16 and request.most_blocks <= num_blocks:
                 self.requests[wish["link"], self.number] = request
                 self.engine.scheduler.add(request)
 
@@ -147,6 +158,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             "max_model_len": self.engine.pool.num_blocks * 16,
             "stop": range(0, VOCAB_SIZE, 20) if wish["stop"] else (),
         }
+        if wish["search"] is not None:
+            arguments["search"] = {"early_stopping": wish["search"], "length_penalty": wish["priority"]}
+            arguments["stop"] = range(3) if wish["stop"] else ()
+            wish = wish | {"known": 0, "only": False}
         alone = wish["n"] == 1 and not wish["stop"]
         known = expected_output(make_request(**arguments))[: wish["known"]] if alone else []
         if wish["only"]:
@@ -292,7 +307,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_answer(self, key: tuple[str, int, int], request: Request, choice: int) -> None:
         reason, error = self.engine.finished[key]
         tokens = self.engine.tokens.get(key, [])
-        expected = [] if request.prompt_only else expected_output(request, choice)
+        if request.beams is not None:
+            expected = expected_answers(request)[choice]
+            assert not tokens or reason in ("LENGTH", "STOP"), "an answer of a search that has not ended well"
+            assert self.engine.searched.get(key[:2], 0) % request.beams.width == 0
+        else:
+            expected = [] if request.prompt_only else expected_output(request, choice)
         told = self.engine.told.get(key[:2], [])
         scored = request.prompt[1:] if request.prompt_logprobs is not None else []
         assert told == scored[: len(told)], "what is told of a prompt is not its tokens"
