@@ -5,7 +5,7 @@ READY := .venv/.ready
 PACKAGES := adapters engine gateway kernels protos
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types imports check protos bench lock clean
+.PHONY: help demo test test-gpu sanitize lint types imports check protos bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,11 @@ test: $(READY) ## run every test that needs no GPU
 
 test-gpu: ## run the GPU tests with the current python3, which must hold torch with CUDA
 	$(PYTHON) -m pytest -c tests/gpu/pytest.ini -v tests/gpu
+
+sanitize: $(READY) ## run the tests of the C kernels on a build that finds overruns
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive \
+	$(BIN)/pytest -p tests.kernel_ops.sanitized --ignore tests/kernel_ops/interpreted tests/kernel_ops
 
 lint: $(READY) imports ## ruff, and who may import whom
 	$(BIN)/ruff check .
