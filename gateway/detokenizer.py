@@ -17,6 +17,7 @@ from gateway.reasoning_text import ReasoningSplitter
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 8
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenDecoder(Protocol):
@@ -24,6 +25,10 @@ class TokenDecoder(Protocol):
 
     def step(self, token: int) -> str:
         """Returns the text that is certain with this token; empty while a character is incomplete."""
+        ...
+
+    def run(self, tokens: Sequence[int]) -> str:
+        """Returns the text of some steps, joined."""
         ...
 
     def finish(self) -> str:
@@ -37,11 +42,16 @@ class ByteDecoder:
     def __init__(self, table: Sequence[bytes]) -> None:
         """`table` holds each token's bytes by id, empty for tokens that are not text; it is not modified."""
         self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
 
     def step(self, token: int) -> str:
         """See TokenDecoder. A token beyond the vocabulary (padding rows of the output layer) is no text."""
         return self._utf8.decode(self._table[token]) if token < len(self._table) else ""
+
+    def run(self, tokens: Sequence[int]) -> str:
+        """See TokenDecoder."""
+        table = self._table
+        return self._utf8.decode(b"".join([table[token] for token in tokens if token < len(table)]))
 
     def finish(self) -> str:
         """See TokenDecoder."""
@@ -81,6 +91,10 @@ class WindowDecoder:
         self._prefix_len = len(self._window)
         self._prefix_text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         return piece
+
+    def run(self, tokens: Sequence[int]) -> str:
+        """See TokenDecoder."""
+        return "".join(map(self.step, tokens))
 
     def finish(self) -> str:
         """See TokenDecoder."""
@@ -185,6 +199,11 @@ class TextStream:
         """Characters returned so far; those that were thought, and their marks, included."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all of the text is returned as it comes: nothing ends it, and nothing is thought."""
+        return self._matcher is None and self._splitter is None
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the text."""
         return self._matcher is not None and self._matcher.matched is not None
@@ -202,6 +221,12 @@ class TextStream:
             was_inside = self._splitter.inside
             piece = self._without_reasoning(piece, self._splitter)
             self.reasoning_tokens += was_inside or self._splitter.inside
+        return self._emit(piece)
+
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """Returns the text that became certain with these tokens. For a text that `is_plain`."""
+        piece = self._decoder.run(tokens)
+        self.decoded_len += len(piece)
         return self._emit(piece)
 
     def finish(self) -> str:

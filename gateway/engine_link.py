@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Protocol
 
 import grpc
@@ -58,12 +59,16 @@ class LinkState(Enum):
 class Receiver(Protocol):
     """Who gets what an engine sends about a request. Called on the event loop; must return at once."""
 
-    def on_token(self, choice: int, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A new token of a choice."""
+    def on_tokens(self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """New tokens of a choice, and as many logprobs or none."""
         ...
 
     def on_prompt_logprobs(self, choice: int, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """What the model thought of the tokens from `start` on of the prompt that a choice belongs to."""
+        ...
+
+    def on_searched(self, choice: int, tokens: int) -> None:
+        """What more the search that a choice belongs to has cost: its choices are a part of that."""
         ...
 
     def on_vector(self, choice: int, values: bytes) -> None:
@@ -205,16 +210,19 @@ class EngineLink:
         for prompt in message.prompt_logprobs:
             if placement := placements.get(prompt.request_id):
                 placement.receiver.on_prompt_logprobs(placement.choices[0], prompt.start, prompt.tokens)
+        for searched in message.searched:
+            if placement := placements.get(searched.request_id):
+                placement.receiver.on_searched(placement.choices[0], searched.tokens)
         for vector in message.embeddings:
             if placement := placements.get(vector.request_id):
                 placement.receiver.on_vector(placement.choices[0], vector.values)
-        logprobs = message.logprobs or None
-        entries = zip(message.request_ids, message.choices, message.tokens, strict=True)
-        for index, (request_id, wire_choice, token) in enumerate(entries):
+        tokens, logprobs, first = list(message.tokens), message.logprobs, 0
+        for (request_id, wire_choice), last in _runs(message):
             placement = placements.get(request_id)
             if placement is not None and wire_choice in placement.open:
                 choice = placement.choices[wire_choice]
-                placement.receiver.on_token(choice, token, logprobs[index] if logprobs else None)
+                placement.receiver.on_tokens(choice, tokens[first:last], logprobs[first:last])
+            first = last
         for finished in message.finished:
             placement = placements.get(finished.request_id)
             if placement is None or finished.choice not in placement.open:
@@ -252,6 +260,14 @@ class EngineLink:
         changed, self.state = self.state is not state, state
         if changed:
             self._on_change()
+
+
+def _runs(message: LinkResponse) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yields whose each run of tokens is, by request and choice, and where it ends."""
+    last = 0
+    for whose, entries in groupby(zip(message.request_ids, message.choices, strict=True)):
+        last += len(list(entries))
+        yield whose, last
 
 
 async def _fetch_tokenizer(stub: EngineStub) -> dict[str, bytes]:

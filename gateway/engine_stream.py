@@ -80,13 +80,10 @@ class EngineStream:
         placer: Placer,
         resume_timeout_s: float,
         deadline: float,
-        continues: bool = False,
     ) -> None:
         """`submits`, one per prompt, have everything but a request id and a deadline. They are not modified.
 
         `deadline`: when the request must have ended, by `time.monotonic`; waiting for an engine counts.
-        `continues`: it goes on with what engines have begun; while all are full it waits, as one whose engine
-        was lost.
         """
         self.cached_tokens = 0
         self.queue_s: float | None = None
@@ -106,7 +103,7 @@ class EngineStream:
         self._deltas: dict[int, Delta] = {}
         self._counted: set[int] = set()
         self._started = False
-        self._accepted = continues  # an engine had it once: then it is worth waiting for another
+        self._accepted = False  # an engine had it once: then it is worth waiting for another
         self._give_up_at: float | None = None  # for finding one; time.monotonic()
         self._deadline = deadline
         self._alarm: asyncio.TimerHandle | None = None
@@ -173,18 +170,20 @@ class EngineStream:
 
     # ---- what the link calls ------------------------------------------------------------------------
 
-    def on_token(self, choice: int, token: int, logprobs: TokenLogprobs | None) -> None:
+    def on_tokens(self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """See Receiver."""
         delta = self._delta(choice)
-        delta.tokens.append(token)
-        if logprobs is not None:
-            delta.logprobs.append(logprobs)
-        self._choices[choice].tokens.append(token)
+        delta.tokens += tokens
+        delta.logprobs += logprobs
+        self._choices[choice].tokens += tokens
 
     def on_prompt_logprobs(self, choice: int, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """See Receiver. A prompt that is computed again, elsewhere, is told again."""
         known = self._prompt_logprobs.setdefault(self._choices[choice].prompt, [])
         known[start - 1 : start - 1 + len(logprobs)] = logprobs
+
+    def on_searched(self, choice: int, tokens: int) -> None:
+        """See Receiver. What is drawn costs nothing but its tokens; see `gateway.beam_stream.BeamStream`."""
 
     def on_vector(self, choice: int, values: bytes) -> None:
         """See Receiver."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from gateway.accounts.admission import Admission
 from gateway.accounts.entry import Outcome, Settlement
 from gateway.accounts.ledger import Ledger
-from gateway.beam_stream import BeamStream
 from gateway.detokenizer import TextStream
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import ApiError, unavailable
@@ -96,7 +95,7 @@ class Generation:
 
     def __init__(
         self,
-        stream: EngineStream | BeamStream,
+        stream: EngineStream,
         submits: Sequence[Submit],
         *,
         info: ModelInfo,
@@ -267,6 +266,9 @@ class Generation:
         """Feeds the choice's text with the tokens up to the
         end token or the stop string. Returns the new text.
         """
+        if choice.text.is_plain and not delta.logprobs and self._end_tokens.isdisjoint(delta.tokens):
+            self.usage.completion_tokens += len(delta.tokens)
+            return choice.text.feed_all(delta.tokens)
         text, before = "", self.usage.completion_tokens
         logprobs = iter(delta.logprobs)
         for token in delta.tokens:
