@@ -1,10 +1,10 @@
-"""uvicorn's HTTP protocol with what it lacks: bounds on a request's head, errors in OpenAI's shape, and word
-of clients that go.
+"""uvicorn's HTTP protocol with what it lacks: bounds on a request's head, errors in OpenAI's shape, word of
+clients that go, and answers that go out in one piece.
 """
 
 from __future__ import annotations
 
-from asyncio import Transport
+from asyncio import AbstractEventLoop, Transport
 from asyncio.events import TimerHandle
 from http import HTTPStatus
 
@@ -18,6 +18,42 @@ MAX_HEAD_BYTES = 64 * 1024
 """The most that is read of a request line and headers that do not end."""
 MAX_HEAD_S = 30.0
 """In what time they must have come; a new connection's begins when it is made."""
+
+
+class HeldHead(Transport):
+    """The transport of one answer, whose first write, its head, goes out together with the second, or else
+    with the loop's next turn. Each write is a system call, a packet, and a reason for the client to wake.
+    """
+
+    def __init__(self, transport: Transport, loop: AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport = transport
+        self._loop = loop
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        """See asyncio.WriteTransport."""
+        if self._head is None:
+            self._head = data
+            self._loop.call_soon(self._send_head)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """See asyncio.BaseTransport."""
+        self._send_head()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """See asyncio.BaseTransport."""
+        return self._transport.is_closing()
+
+    def _send_head(self) -> None:
+        if self._head:
+            self.write(b"")
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -60,6 +96,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = HeldHead(self.transport, self.loop)
 
     def send_400_response(self, msg: str) -> None:
         """Called where the parser finds no HTTP."""
