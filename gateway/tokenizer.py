@@ -19,6 +19,7 @@ from adapters.chat_templates import stated_template
 from gateway import memory
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
+from gateway.known_words import KnownWords
 from gateway.tokenizer_effect import TokenizerEffect, extend
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class ModelTokenizer:
         self._added = {each.content: token for token, each in added.items()}
         self._tables: dict[frozenset[int], Sequence[bytes]] = {}  # by the special tokens that they show
         self._byte_level = byte_level
+        self._adds_special = tokenizer.num_special_tokens_to_add(False) > 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -120,8 +122,16 @@ class ModelTokenizer:
         (a BOS token, for some); a rendered chat template already holds it.
         Takes time in proportion to the text, without the interpreter lock.
         """
+        if self._words is not None and not (add_special_tokens and self._adds_special):
+            tokens = self._words.encode(text)
+            if tokens is not None:
+                return tokens
         # The fast one keeps no offsets, which for a long text takes most of the time, and memory.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def _words(self) -> KnownWords | None:
+        return KnownWords.of(self._tokenizer, _CHAR_OF_BYTE) if self._byte_level else None
 
     def decoder(self, shown: frozenset[int] = frozenset()) -> TokenDecoder:
         """Returns a decoder for one choice's tokens, without special tokens but those in `shown`."""
@@ -177,7 +187,7 @@ class ModelTokenizer:
         """Builds what is built on first use, so that no request waits for it. Takes some 100 ms."""
         if self._byte_level:
             _ = self._text_bytes
-        _ = self.longest_token
+        _ = self.longest_token, self._words
         if self.template_source is not None:
             try:
                 _ = self.chat_template
@@ -269,6 +279,7 @@ def _byte_of_char() -> dict[int, int]:
 
 _NO_BYTE = 0xFFFF
 _BYTE_OF_CHAR = _byte_of_char()
+_CHAR_OF_BYTE = {byte: chr(char) for char, byte in _BYTE_OF_CHAR.items() if byte < 128}
 
 
 def _bytes_of(name: str) -> bytes:

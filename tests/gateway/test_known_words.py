@@ -1,0 +1,103 @@
+"""Tokens that are put together from known words are those that the tokenizer itself makes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+
+from gateway.known_words import _MOST_NEW, _MOST_WORDS, KnownWords
+from gateway.tokenizer import _CHAR_OF_BYTE
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN_2 = LLAMA_3.replace("{1,3}", "")
+CASED = r"[\p{Lu}\p{Lt}]*\p{Ll}+|\s+"
+SAMPLE = (
+    "It's 1984, isn't it?  We'll see!\n\n\tdef f(x): return x ** 2 + 10_000\r\n I'VE got it. <|im_end|>\n  "
+)
+PLAIN = ByteLevel(add_prefix_space=False)
+BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def tokenizer_of(cut: PreTokenizer, *added: AddedToken) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = cut, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=ByteLevel.alphabet(), show_progress=False, special_tokens=[]
+    )
+    tokenizer.train_from_iterator([SAMPLE * 3, "the cat and the hat, " * 5], trainer)
+    tokenizer.add_tokens([AddedToken("<|im_end|>", normalized=False, special=True), *added])
+    return tokenizer
+
+
+WAYS = {
+    "GPT-2": tokenizer_of(PLAIN),
+    "SmolLM2": tokenizer_of(
+        Sequence([Digits(individual_digits=True), PLAIN]), AddedToken("<|im_end", normalized=False)
+    ),
+    "Llama 3": tokenizer_of(Sequence([Split(Regex(LLAMA_3), "isolated"), BYTES])),
+    "Qwen 2": tokenizer_of(
+        Sequence([Split(Regex(QWEN_2), "isolated"), BYTES]), AddedToken("2+", normalized=False)
+    ),
+}
+WAYS["Qwen 2"].normalizer = normalizers.NFC()
+KNOWN = {name: KnownWords.of(tokenizer, _CHAR_OF_BYTE) for name, tokenizer in WAYS.items()}
+
+texts = st.lists(
+    st.one_of(
+        st.text(st.characters(max_codepoint=127), max_size=6),
+        st.sampled_from(
+            ["<|im_end|>", "<|im_end", "2+", "'S", "'ll", "  ", "\n\n", " the", "\x1c", "\x0b", "123"]
+        ),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@given(text=texts)
+def test_tokens_are_the_tokenizers(name: str, text: str) -> None:
+    known = KNOWN[name]
+    assert known is not None
+    for given_text in (text, SAMPLE + text):
+        assert known.encode(given_text) == WAYS[name].encode(given_text, add_special_tokens=False).ids
+
+
+def test_what_is_not_plainly_the_same_is_left_to_the_tokenizer() -> None:
+    known = KNOWN["GPT-2"]
+    assert known is not None
+    assert known.encode("naïve") is None
+    assert known.encode("a " * 5000) is None
+    assert known.encode("x" * 100) is None
+    for tokenizer in (
+        tokenizer_of(PLAIN, AddedToken("eh", normalized=False, single_word=True)),
+        tokenizer_of(PLAIN, AddedToken("eh", normalized=True)),
+        tokenizer_of(ByteLevel(add_prefix_space=True)),
+        tokenizer_of(Sequence([PLAIN, Digits(individual_digits=True)])),
+        tokenizer_of(Sequence([Split(Regex(CASED), "isolated"), BYTES])),
+        tokenizer_of(Sequence([Split(Regex(QWEN_2), "removed"), BYTES])),
+        tokenizer_of(BYTES),
+    ):
+        assert KnownWords.of(tokenizer, _CHAR_OF_BYTE) is None
+    lowered = tokenizer_of(PLAIN)
+    lowered.normalizer = normalizers.Lowercase()
+    assert KnownWords.of(lowered, _CHAR_OF_BYTE) is None
+
+
+def test_a_text_of_new_words_is_learnt_by_and_by_and_words_are_forgotten() -> None:
+    tokenizer = WAYS["GPT-2"]
+    known = KnownWords.of(tokenizer, _CHAR_OF_BYTE)
+    assert known is not None
+    text = "".join(f" {chr(97 + a)}{chr(97 + b)}" for a in range(26) for b in range(4))
+    assert known.encode(text) is None
+    assert known.encode(text) == tokenizer.encode(text).ids
+    for number in range(2 * _MOST_WORDS // _MOST_NEW):
+        words = "".join(f" {chr(97 + number % 26)}!{'?' * (number // 26)}{'#' * each}" for each in range(30))
+        known.encode(words)
+        assert len(known._known) <= _MOST_WORDS + _MOST_NEW
+    assert known.encode(text) in (None, tokenizer.encode(text).ids)
