@@ -119,6 +119,8 @@ def to_message(news: LinkOutput) -> pb.LinkResponse:
         )
     for vector in news.vectors:
         message.embeddings.add(request_id=vector.request_id, values=vector.values)
+    for searched in news.searched:
+        message.searched.add(request_id=searched.request_id, tokens=searched.tokens)
     for started in news.started:
         message.started.add(
             request_id=started.request_id, cached_tokens=started.cached_tokens, queue_us=started.queue_us

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Hashable, Sequence
 
+from engine.beams import BeamOptions, EarlyStopping
 from engine.block_pool import root_hash
 from engine.constraints import Grammar
 from engine.scheduler.background import account_name
@@ -16,6 +17,7 @@ from protos import engine_pb2 as pb
 DIGEST_BYTES = 32
 MAX_LOGPROBS = 20
 MAX_SCOPE_BYTES = 256
+MAX_LENGTH_PENALTY = 10.0
 
 
 class InvalidSubmit(ValueError):
@@ -43,12 +45,13 @@ def parse_submit(
         stop.update(model.eos_token_ids)
     rooted_in = b"" if message.adapter_start else message.adapter_digest
     now = time.monotonic()
-    return Request(
+    beams = _beams(message, model, limit, frozenset(stop)) if message.HasField("beams") else None
+    request = Request(
         link=link,
         request_id=message.request_id,
         prompt=prompt,
         output=output,
-        sampling=_sampling(message, model),
+        sampling=_sampling(message, model) if beams is None else _candidates(beams),
         max_len=len(prompt) + limit,
         min_tokens=message.min_tokens,
         stop_token_ids=frozenset(stop),
@@ -59,6 +62,7 @@ def parse_submit(
         prompt_logprobs=_count_of_top(message, "prompt_logprobs", model),
         prompt_only=message.prompt_only or bool(message.pooling),
         pooling=Pooling(message.pooling) if message.pooling else None,
+        beams=beams,
         block_root=root_hash(model.digest, model.dtype, rooted_in, message.cache_scope),
         tenant=account_name(message.tenant, background=message.background),
         weight=message.weight or 1.0,
@@ -66,6 +70,9 @@ def parse_submit(
         arrival=now,
         deadline=now + message.deadline_ms / 1000 if message.deadline_ms else None,
     )
+    if beams is not None:
+        _check_blocks(request, model)
+    return request
 
 
 def _check_tokens(
@@ -156,6 +163,39 @@ def _sampling(message: pb.Submit, model: pb.ModelInfo) -> tuple[SamplingParams, 
         )
         for seed in message.seeds
     )
+
+
+def _beams(message: pb.Submit, model: pb.ModelInfo, max_tokens: int, ends: frozenset[int]) -> BeamOptions:
+    penalty, early = message.beams.length_penalty, message.beams.early_stopping
+    _require(
+        abs(penalty) <= MAX_LENGTH_PENALTY,
+        f"length_penalty is {penalty}; it must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
+    )
+    _require(early in list(EarlyStopping), f"unknown early_stopping {early}")
+    for name in ("grammar", "output_tokens", "prompt_only", "pooling", "min_tokens"):
+        _require(not getattr(message, name), f"a search does not go with {name}")
+    num_top = _count_of_top(message.sampling, "logprobs", model)
+    beams = BeamOptions(len(message.seeds), max_tokens, ends, penalty, EarlyStopping(early), num_top)
+    most = min(MAX_LOGPROBS, model.vocab_size)
+    _require(
+        beams.num_candidates <= most,
+        f"{beams.width} beams with {len(ends)} end tokens have {beams.num_candidates} candidates in each "
+        f"step; they can have at most {most}",
+    )
+    return beams
+
+
+def _check_blocks(search: Request, model: pb.ModelInfo) -> None:
+    _require(
+        search.most_blocks <= model.num_blocks,
+        f"the beams of this search may need {search.most_blocks} KV blocks, and the engine has "
+        f"{model.num_blocks}; ask for fewer beams or tokens",
+    )
+
+
+def _candidates(beams: BeamOptions) -> tuple[SamplingParams, ...]:
+    """What is asked of the rows of a search."""
+    return (SamplingParams(logprobs=beams.num_candidates),) * beams.width
 
 
 def _count_of_top(message: pb.Submit | pb.Sampling, field: str, model: pb.ModelInfo) -> int | None:

@@ -1,216 +1,122 @@
-"""Beams on the engines: each step of a search is a request for one token after every beam.
-
-The beams of a prompt share its blocks, and those of whatever they have in common, by the prefix cache. Like a
-stream of tokens, a search goes on elsewhere when its engine is lost or refuses a step, and waits if all do.
+"""Beam searches: what one may ask for, and the answers of those that an engine runs.
 
 What a search costs is a token for each beam in each step, whether or not it is in an answer at the end.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
-from gateway.beams import Beam, BeamOptions, BeamSearch
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import invalid_request
 from gateway.schemas.generation import MAX_TOP_LOGPROBS, GenerationFields
-from protos.engine_pb2 import FinishReason, ModelInfo, Sampling, Submit, TokenLogprobs
+from protos.engine_pb2 import Beams, EarlyStopping, Finished, FinishReason, ModelInfo, Submit
 
 MOST_CANDIDATES = MAX_TOP_LOGPROBS
 """So many alternatives an engine tells of a token."""
 
-MOST_TOKENS = 2**17
-"""Of all beams of a request, prompts included: each step sends them whole, and the event loop needs 3 ms for
-so many."""
+_EARLY_STOPPING = {
+    False: EarlyStopping.EARLY_STOPPING_OFF,
+    True: EarlyStopping.EARLY_STOPPING_ON,
+    "never": EarlyStopping.EARLY_STOPPING_NEVER,
+}
+_GOOD_ENDS = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
 
 
-class OpenStream(Protocol):
-    """Opens what runs one step; see EngineStream."""
+def ask_for_beams(fields: GenerationFields, submits: Sequence[Submit], info: ModelInfo) -> None:
+    """Has the choices of submits be searched for.
 
-    def __call__(self, submits: Sequence[Submit], *, continues: bool = False) -> EngineStream:
-        """Returns its stream. `continues`: it is not the first step."""
-        ...
-
-
-def beam_options(fields: GenerationFields, submits: Sequence[Submit], info: ModelInfo) -> list[BeamOptions]:
-    """Returns how to search after each prompt.
-
-    Where the client has not said how long answers may be, lowers `max_tokens` of the submits to what
-    `MOST_TOKENS` leaves. Raises ApiError 400 where that is exceeded, and for more beams than engines tell of.
+    Where the client has not said how long answers may be, lowers `max_tokens` to what the engine's blocks
+    hold. Raises ApiError 400 where they would not do, and for more beams than engines tell candidates of.
     """
     ends = {*submits[0].stop_token_ids, *(() if fields.ignore_eos else info.eos_token_ids)}
-    penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
     width = len(submits[0].seeds)
     name = "n" if width == (fields.n or 1) else "best_of"
-    _bound_tokens(submits, width, name, open_ended=fields.open_ended)
-    early = fields.early_stopping or False
-    found = [BeamOptions(width, submit.max_tokens, ends, penalty, early) for submit in submits]
-    candidates = found[0].num_candidates
-    if candidates > MOST_CANDIDATES:
-        most = MOST_CANDIDATES * width // candidates
+    most = MOST_CANDIDATES // max(2, 1 + len(ends))
+    if width > most:
         raise invalid_request(
             f"'{name}' is {width}; with {len(ends)} end tokens a search has at most {most} beams.", param=name
         )
-    return found
+    beams = Beams(
+        length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
+        early_stopping=_EARLY_STOPPING[fields.early_stopping or False],
+    )
+    for submit in submits:
+        _bound_blocks(submit, width, info, name, open_ended=fields.open_ended)
+        submit.beams.CopyFrom(beams)
 
 
-def _bound_tokens(submits: Sequence[Submit], width: int, name: str, *, open_ended: bool) -> None:
-    prompts = sum(len(submit.prompt_tokens) for submit in submits)
+def _bound_blocks(submit: Submit, width: int, info: ModelInfo, name: str, *, open_ended: bool) -> None:
+    """Beams share the prompt's full blocks, and each may have all others for itself."""
+    prompt, size = len(submit.prompt_tokens), info.block_size
+    shared = prompt // size
+    room = (shared + (info.num_blocks - shared) // width) * size - prompt
     if open_ended:
-        room = (MOST_TOKENS // width - prompts) // len(submits)
-        for submit in submits:
-            submit.max_tokens = min(submit.max_tokens, max(room, 1))
-    tokens = width * (prompts + sum(submit.max_tokens for submit in submits))
-    if tokens > MOST_TOKENS:
+        submit.max_tokens = min(submit.max_tokens, max(1, room))
+    if submit.max_tokens > room:
+        needed = shared + width * (-(-(prompt + submit.max_tokens) // size) - shared)
         raise invalid_request(
-            f"The beams of this search may have {tokens:,} tokens in all, prompts included, more than "
-            f"{MOST_TOKENS:,}. Lower '{name}' or 'max_tokens', or shorten the prompt.",
+            f"The beams of this search may need {needed:,} KV blocks of {size} tokens, and the engine has "
+            f"{info.num_blocks:,}. Lower '{name}' or 'max_tokens', or shorten the prompt.",
             param=name,
         )
 
 
-@dataclass(slots=True)
-class _Prompt:
-    submit: Submit
-    options: BeamOptions
-    search: BeamSearch
+class BeamStream(EngineStream):
+    """The answers of beam searches, as an EngineStream has those that were drawn.
 
-
-class BeamStream:
-    """The answers of a beam search, as `EngineStream` has those that were drawn. For one consumer.
-
-    Choices are told when all searches have ended: of each prompt as many as it has beams, the best first.
+    Choices are told when all searches have ended, of each prompt the best first. A search whose engine is
+    lost begins anew on another, and finds the same, so only what goes beyond is booked.
     """
 
-    def __init__(
-        self, submits: Sequence[Submit], options: Sequence[BeamOptions], open_stream: OpenStream
-    ) -> None:
-        """`submits`, one per prompt, are as for an EngineStream, and not modified; `options` are of each.
-
-        How long answers may become is what the submits say now: limits may have lowered it.
-        """
-        self._prompts = []
-        for submit, option in zip(submits, options, strict=True):
-            option = replace(option, max_tokens=submit.max_tokens)
-            self._prompts.append(_Prompt(submit, option, BeamSearch(option)))
-        self._open = open_stream
-        self._first = self._stream = open_stream([self._submit(each, Beam()) for each in self._prompts])
+    def __init__(self, submits: Sequence[Submit], **options: Any) -> None:
+        """See EngineStream; all submits have `beams`."""
+        super().__init__(submits, **options)
         self._told = False
-        self._closed = False
-        self.unread = 0
-        """How many tokens the search has cost, until its choices are told: a step, one for each beam."""
+        self._failed: int | None = None  # the first choice that has
+        self._spent = Counter[int]()  # by prompt: tokens, on the engine that has it now
+        self._booked: dict[int, int] = {}  # the most that this was on any engine
 
     @property
-    def cached_tokens(self) -> int:
-        """Of the prompts; what the steps after the first find is their own."""
-        return self._first.cached_tokens
-
-    @property
-    def queue_s(self) -> float | None:
-        """See EngineStream."""
-        return self._first.queue_s
-
-    @property
-    def engine_id(self) -> str:
-        """See EngineStream."""
-        return self._stream.engine_id
-
-    @property
-    def vectors(self) -> Sequence[bytes]:
-        """See EngineStream: a search makes none."""
-        return ()
-
-    def prompt_logprobs(self, prompt: int) -> Sequence[TokenLogprobs]:
-        """See EngineStream."""
-        return self._first.prompt_logprobs(prompt)
-
-    async def wait_started(self) -> None:
-        """See EngineStream."""
-        await self._first.wait_started()
+    def unread(self) -> int:
+        """How many tokens the searches have cost, until their choices are told."""
+        return 0 if self._told else sum(self._booked.values())
 
     async def next(self) -> list[Delta]:
         """Returns all choices, whole; then an empty list, as after `close`. Raises as EngineStream's."""
-        if self._told:
-            return []
-        while not self._closed:
-            asked = [(each, beam) for each in self._prompts for beam in each.search.beams]
-            if not asked:
-                self._told = True
-                choices = self._choices()
-                choices[0].dropped = self.unread - sum(len(choice.tokens) for choice in choices)
-                self.unread = 0
-                return choices
-            if self._stream is not self._first or self.unread:
-                submits = [self._submit(each, beam) for each, beam in asked]
-                self._stream = self._open(submits, continues=True)
-            tops = await self._tops(len(asked))
-            if isinstance(tops, Delta):
-                return [tops]
-            if not self._closed:
-                self._advance(tops)
-        return []
+        while not (self._closed or self._failed is not None or all(each.ended for each in self._choices)):
+            await self._advance()
+        if self._failed is not None and not self._closed:
+            return [self._deltas[self._failed]]
+        choices = await super().next()
+        if choices:
+            choices[0].dropped = self.unread - sum(len(choice.tokens) for choice in choices)
+            self._told = True
+        return choices
 
-    def end_choice(self, index: int) -> None:
-        """Nothing runs any more for a choice that has been told."""
+    def on_searched(self, choice: int, tokens: int) -> None:
+        """See Receiver."""
+        prompt = self._choices[choice].prompt
+        self._spent[prompt] += tokens
+        self._booked[prompt] = max(self._booked.get(prompt, 0), self._spent[prompt])
 
-    def close(self) -> None:
-        """See EngineStream."""
-        self._closed = True
-        self._stream.close()
+    def on_finished(self, choice: int, finished: Finished) -> None:
+        """See Receiver."""
+        super().on_finished(choice, finished)
+        if finished.reason not in (*_GOOD_ENDS, FinishReason.FINISH_REASON_REFUSED):
+            self._failed = choice if self._failed is None else self._failed
+        self._wake()
 
-    def _advance(self, tops: Sequence[TokenLogprobs]) -> None:
-        at = 0
-        for each in self._prompts:
-            count = len(each.search.beams)
-            if count:
-                each.search.advance(tops[at : at + count])
-                at += count
-                self.unread += each.options.width
-
-    async def _tops(self, count: int) -> list[TokenLogprobs] | Delta:
-        """Returns the most likely tokens after each beam, or how a step has failed; nothing once closed."""
-        found: dict[int, TokenLogprobs] = {}
-        while deltas := await self._stream.next():
-            for delta in deltas:
-                if delta.logprobs:
-                    found[delta.choice] = delta.logprobs[0]
-                if delta.finish not in (
-                    FinishReason.FINISH_REASON_UNSPECIFIED,
-                    FinishReason.FINISH_REASON_LENGTH,
-                ):
-                    return delta
-        self._stream.close()
-        return [] if self._closed else [found[index] for index in range(count)]
-
-    def _submit(self, prompt: _Prompt, beam: Beam) -> Submit:
-        """Returns what asks for the tokens after a beam."""
-        submit = Submit()
-        submit.CopyFrom(prompt.submit)
-        del submit.seeds[:], submit.stop_token_ids[:]
-        submit.seeds.append(0)
-        submit.prompt_tokens.extend(beam.tokens)
-        submit.sampling.CopyFrom(Sampling(logprobs=prompt.options.num_candidates))
-        submit.max_tokens, submit.min_tokens, submit.ignore_eos = 1, 0, True
-        if beam.tokens:
-            submit.ClearField("prompt_logprobs")
-        return submit
-
-    def _choices(self) -> list[Delta]:
-        deltas: list[Delta] = []
-        for each in self._prompts:
-            wanted = each.submit.sampling.logprobs if each.submit.sampling.HasField("logprobs") else None
-            for beam in each.search.answers:
-                is_end = beam.tokens[-1] in each.options.end_tokens
-                finish = FinishReason.FINISH_REASON_STOP if is_end else FinishReason.FINISH_REASON_LENGTH
-                logprobs = [] if wanted is None else [_cut(entry, wanted) for entry in beam.logprobs]
-                deltas.append(Delta(len(deltas), list(beam.tokens), logprobs, finish))
-        return deltas
-
-
-def _cut(entry: TokenLogprobs, count: int) -> TokenLogprobs:
-    """Returns as many alternatives as were asked for."""
-    return TokenLogprobs(
-        chosen=entry.chosen, top_tokens=entry.top_tokens[:count], top_logprobs=entry.top_logprobs[:count]
-    )
+    def on_lost(self, choices: Sequence[int]) -> None:
+        """See Receiver. Of a search that is lost all choices are, whichever have come."""
+        prompts = {self._choices[choice].prompt for choice in choices}
+        lost = [number for number, each in enumerate(self._choices) if each.prompt in prompts]
+        for number in lost:
+            self._choices[number].tokens.clear()
+            self._choices[number].ended = False
+            self._deltas.pop(number, None)
+        for prompt in prompts:
+            del self._spent[prompt]
+        super().on_lost(lost)

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from adapters.leases import EngineLease, EngineLeases
 from gateway import routing, tasks
+from gateway.beam_stream import BeamStream
 from gateway.engine_link import EngineLink
 from gateway.engine_stream import EngineStream
 from gateway.tokenizer import Tokenizers
@@ -134,20 +135,18 @@ class EngineFleet:
             self._announced.add(announced)
             link.announce(digest)
 
-    def open(
-        self, submits: Sequence[Submit], *, model_digest: bytes, deadline: float, continues: bool = False
-    ) -> EngineStream:
+    def open(self, submits: Sequence[Submit], *, model_digest: bytes, deadline: float) -> EngineStream:
         """Returns the stream of a request of one or more prompts; the caller must close it.
 
-        `deadline`: when it must have ended, by `time.monotonic`. `continues`: see EngineStream.
+        `deadline`: when it must have ended, by `time.monotonic`.
         """
-        return EngineStream(
+        kind = BeamStream if submits[0].HasField("beams") else EngineStream
+        return kind(
             submits,
             model_digest=model_digest,
             placer=self,
             resume_timeout_s=self._resume_timeout_s,
             deadline=deadline,
-            continues=continues,
         )
 
     async def unload(self, digest: bytes) -> None:

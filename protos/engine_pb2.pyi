@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EARLY_STOPPING_OFF: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_ON: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
+
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     POOLING_UNSPECIFIED: _ClassVar[Pooling]
@@ -36,6 +42,9 @@ class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESIDENCY_DISK: _ClassVar[Residency]
     RESIDENCY_HOST: _ClassVar[Residency]
     RESIDENCY_DEVICE: _ClassVar[Residency]
+EARLY_STOPPING_OFF: EarlyStopping
+EARLY_STOPPING_ON: EarlyStopping
+EARLY_STOPPING_NEVER: EarlyStopping
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
@@ -72,7 +81,7 @@ class Announce(_message.Message):
     def __init__(self, adapter_digest: _Optional[bytes] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "output_tokens", "adapter_digest", "cache_scope", "tenant", "weight", "priority", "seeds", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "deadline_ms", "adapter_start", "grammar", "prompt_logprobs", "prompt_only", "background", "pooling")
+    __slots__ = ("request_id", "prompt_tokens", "output_tokens", "adapter_digest", "cache_scope", "tenant", "weight", "priority", "seeds", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "deadline_ms", "adapter_start", "grammar", "prompt_logprobs", "prompt_only", "background", "pooling", "beams")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +103,7 @@ class Submit(_message.Message):
     PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
     BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -115,7 +125,16 @@ class Submit(_message.Message):
     prompt_only: bool
     background: bool
     pooling: Pooling
-    def __init__(self, request_id: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[bytes] = ..., cache_scope: _Optional[bytes] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., adapter_start: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., prompt_only: _Optional[bool] = ..., background: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
+    beams: Beams
+    def __init__(self, request_id: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., adapter_digest: _Optional[bytes] = ..., cache_scope: _Optional[bytes] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., adapter_start: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., prompt_only: _Optional[bool] = ..., background: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ...) -> None: ...
+
+class Beams(_message.Message):
+    __slots__ = ("length_penalty", "early_stopping")
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    length_penalty: float
+    early_stopping: EarlyStopping
+    def __init__(self, length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values", "logprobs")
@@ -150,7 +169,7 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class LinkResponse(_message.Message):
-    __slots__ = ("request_ids", "choices", "tokens", "logprobs", "started", "finished", "prompt_logprobs", "embeddings")
+    __slots__ = ("request_ids", "choices", "tokens", "logprobs", "started", "finished", "prompt_logprobs", "embeddings", "searched")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +178,7 @@ class LinkResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    SEARCHED_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -167,7 +187,16 @@ class LinkResponse(_message.Message):
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
-    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ...) -> None: ...
+    searched: _containers.RepeatedCompositeFieldContainer[Searched]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., searched: _Optional[_Iterable[_Union[Searched, _Mapping]]] = ...) -> None: ...
+
+class Searched(_message.Message):
+    __slots__ = ("request_id", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    tokens: int
+    def __init__(self, request_id: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Embedding(_message.Message):
     __slots__ = ("request_id", "values")

@@ -8,14 +8,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import orjson
 from fastapi import Request, Response
 
 from gateway.auth import Principal
-from gateway.beam_stream import BeamStream, beam_options
+from gateway.beam_stream import ask_for_beams
 from gateway.best_of import best_choices
 from gateway.deadlines import deadline_of
 from gateway.disconnects import DisconnectWatch
@@ -80,7 +79,8 @@ async def generate(
     Raises ApiError as `Admissions.admit` and `answer`.
     """
     services: Services = request.app.state.services
-    beams = beam_options(body, submits, model.info) if body.use_beam_search else None
+    if body.use_beam_search:
+        ask_for_beams(body, submits, model.info)
     origin = origin_of(request, route)
     for submit in submits:
         submit.background = origin.is_background
@@ -95,9 +95,8 @@ async def generate(
         open_ended=body.open_ended,
         background=origin.is_background,
     )
-    open_stream = partial(services.engines.open, model_digest=model.info.digest, deadline=deadline)
     generation = Generation(
-        open_stream(submits) if beams is None else BeamStream(submits, beams, open_stream),
+        services.engines.open(submits, model_digest=model.info.digest, deadline=deadline),
         submits,
         info=model.info,
         tokenizer=tokenizer,
@@ -121,12 +120,12 @@ async def generate(
             include_usage=body.include_usage,
             keep=body.n or 1,
             of=body.drawn_choices,
-            ranked=beams is not None,
+            ranked=bool(body.use_beam_search),
         )
     except ApiError as error:
-        error.headers = {**admission.headers, **(error.headers or {})}
+        error.headers = {**admission.headers(), **(error.headers or {})}
         raise
-    response.raw_headers += [(name.encode(), value.encode()) for name, value in admission.headers.items()]
+    response.raw_headers += [(name.encode(), value.encode()) for name, value in admission.headers().items()]
     return response
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from builders import Engine, digest_of, expected_output, make_engine, make_request
+from builders import Engine, digest_of, expected_answers, expected_output, make_engine, make_request
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -64,6 +64,7 @@ async def serve(*, step_s: float = 0.0, **sizes: Any) -> AsyncIterator[Serving]:
         dtype="float32",
         num_rank_pages=4,
         max_num_seqs=sizes.get("max_num_seqs", 16),
+        num_blocks=engine.pool.num_blocks,
     )
     service = EngineService(loop, model, TOKENIZER, lambda digest: digest in engine.store.adapters)
     server = EngineServer(service)
@@ -88,6 +89,7 @@ class Client:
     ends: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
     refusals: dict[int, pb.Finished] = field(default_factory=dict)
     started: dict[int, pb.Started] = field(default_factory=dict)
+    searched: dict[int, list[int]] = field(default_factory=dict)
     num_messages: int = 0
 
     async def submit(self, request_id: int, prompt: int = 20, *, adapter: str = "", **fields: Any) -> None:
@@ -111,6 +113,8 @@ class Client:
             assert (number, choice) not in self.ends
             self.tokens.setdefault((number, choice), []).append(token)
         self.started |= {start.request_id: start for start in message.started}
+        for searched in message.searched:
+            self.searched.setdefault(searched.request_id, []).append(searched.tokens)
         for end in message.finished:
             self.ends[end.request_id, end.choice] = (pb.FinishReason.Name(end.reason)[14:], end.error)
             if end.refusal:
@@ -164,6 +168,34 @@ async def test_an_abort_ends_a_choice_or_all_of_them() -> None:
         await client.abort(77)
         assert await serving.is_empty()
         client.call.cancel()
+
+
+async def test_a_search_tells_its_costs_as_it_goes_and_its_choices_at_the_end() -> None:
+    async with serve() as serving:
+        client = Client(serving.stub.Link())
+        await client.submit(1, 20, seeds=[0] * 3, beams=pb.Beams(length_penalty=1.0), max_tokens=9)
+        keys = [(1, choice) for choice in range(3)]
+        await client.read_until_ended(*keys)
+        request = make_request(20, n=3, max_tokens=9, search={})
+        assert [client.tokens[key] for key in keys] == expected_answers(request)
+        assert client.searched[1] == [3] * 9
+        assert await serving.is_empty()
+        client.call.cancel()
+
+
+async def test_a_link_that_ends_in_the_middle_of_a_search_frees_its_blocks_and_its_adapter() -> None:
+    async with serve(step_s=0.002) as serving:
+        digest = serving.engine.store.add("a")
+        client = Client(serving.stub.Link())
+        beams = pb.Beams(length_penalty=1.0)
+        await client.submit(1, 200, adapter="a", seeds=[0] * 4, beams=beams, max_tokens=800)
+        while len(client.searched.get(1, ())) < 20:
+            await client.read()
+        assert await serving.running() == 4
+        client.call.cancel()
+        await serving.wait_for(serving.is_empty)
+        state = await serving.stub.ListAdapters(pb.ListAdaptersRequest(digest=digest))
+        assert state.adapters[0].references == 0
 
 
 @pytest.mark.parametrize("how", ["cancel", "half close", "lost connection"])

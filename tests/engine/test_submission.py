@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from engine.beams import BeamOptions, EarlyStopping
 from engine.block_pool import block_hashes, root_hash
+from engine.step import SamplingParams
 from engine.submission import InvalidSubmit, parse_submit
 from protos import engine_pb2 as pb
 
@@ -155,3 +157,53 @@ def test_an_engine_without_pages_takes_no_adapters() -> None:
     model.num_rank_pages = 0
     with pytest.raises(InvalidSubmit, match="no memory for adapters"):
         parse_submit(submit(adapter_digest=b"a" * 32), "link", model)
+
+
+SEARCHED = pb.ModelInfo()
+SEARCHED.CopyFrom(MODEL)
+SEARCHED.num_blocks = 20
+
+
+def search(**fields: Any) -> pb.Submit:
+    return submit(**{"seeds": [0] * 3, "beams": pb.Beams(length_penalty=1.0), **fields})
+
+
+def test_a_search() -> None:
+    beams = pb.Beams(length_penalty=-0.5, early_stopping=pb.EARLY_STOPPING_NEVER)
+    message = search(beams=beams, stop_token_ids=[9], sampling=pb.Sampling(logprobs=1, temperature=1.0))
+    request = parse_submit(message, "link", SEARCHED)
+    assert request.beams == BeamOptions(3, 10, frozenset({2, 3, 9}), -0.5, EarlyStopping.NEVER, num_top=1)
+    assert request.sampling == (SamplingParams(logprobs=4 * 3),) * 3, "as many as if all ends were among them"
+    assert parse_submit(search(ignore_eos=True), "link", SEARCHED).sampling[0].logprobs == 2 * 3
+    assert parse_submit(submit(), "link", MODEL).beams is None
+
+
+def test_a_search_that_could_never_end_is_refused_with_both_numbers() -> None:
+    """Of 20 blocks the prompt's two are shared, and six are for each beam: 128 tokens in all."""
+    model = pb.ModelInfo()
+    model.CopyFrom(SEARCHED)
+    model.max_model_len = 1000
+    fits = parse_submit(search(prompt_tokens=[1] * 40, max_tokens=88), "link", model)
+    assert fits.most_blocks == 20
+    with pytest.raises(InvalidSubmit, match="may need 23 KV blocks, and the engine has 20"):
+        parse_submit(search(prompt_tokens=[1] * 40, max_tokens=89), "link", model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"beams": pb.Beams(length_penalty=10.5)}, "length_penalty is 10.5; it must be between -10 and 10"),
+        ({"beams": pb.Beams(length_penalty=math.nan)}, "length_penalty is nan"),
+        ({"beams": pb.Beams(early_stopping=7)}, "unknown early_stopping 7"),  # type: ignore[arg-type]
+        ({"seeds": [0] * 7}, "7 beams with 2 end tokens have 21 candidates in each step; .* at most 20"),
+        ({"seeds": [0] * 9}, "9 choices: this engine takes 1 to 8"),
+        ({"grammar": "x"}, "does not go with grammar"),
+        ({"seeds": [0], "output_tokens": [1]}, "does not go with output_tokens"),
+        ({"prompt_only": True}, "does not go with prompt_only"),
+        ({"min_tokens": 1}, "does not go with min_tokens"),
+        ({"sampling": pb.Sampling(logprobs=21)}, "logprobs is 21"),
+    ],
+)
+def test_what_a_search_cannot_do(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidSubmit, match=why):
+        parse_submit(search(**fields), "link", SEARCHED)

@@ -27,6 +27,8 @@ from redis.exceptions import RedisError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from adapters.leases import EngineLease, EngineLeases
+from engine.beams import BeamOptions, BeamSearch, EarlyStopping
+from engine.step import TokenLogprobs
 from gateway import tasks
 from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
@@ -72,6 +74,8 @@ class Choice:
     seed: int
     tokens: list[int]
     ends_at: float
+    search: BeamSearch | None = None
+    """Of all choices of the request, which this one stands for."""
 
 
 def next_token(request: pb.Submit, seed: int, tokens: list[int]) -> int:
@@ -111,6 +115,7 @@ class FakeEngine(EngineServicer):
     step_s: float = 0.001
     max_model_len: int = 2048
     max_num_seqs: int = 256
+    num_blocks: int = 4096
     model: str = MODEL
     digest: bytes = b"\x11" * 32
     residency: dict[str, str] = field(default_factory=dict)
@@ -159,7 +164,8 @@ class FakeEngine(EngineServicer):
         return pb.ModelInfo(
             name=self.model, digest=self.digest, architecture="LlamaForCausalLM", vocab_size=VOCAB_SIZE,
             max_model_len=self.max_model_len, num_layers=2, eos_token_ids=[EOS], max_lora_rank=64,
-            max_num_seqs=self.max_num_seqs, pooling=pb.POOLING_MEAN, hidden_size=HIDDEN_SIZE,
+            max_num_seqs=self.max_num_seqs, num_blocks=self.num_blocks, block_size=16,
+            pooling=pb.POOLING_MEAN, hidden_size=HIDDEN_SIZE,
             modules=[pb.LinearModule(name="q_proj", in_features=8, out_features=8)],
         )  # fmt: skip
 
@@ -204,7 +210,7 @@ class FakeEngine(EngineServicer):
                     message.tokens.append(0)
                     message.request_ids.append(message.request_ids[0])
                     message.choices.append(message.choices[0])
-                if message.tokens or message.finished:
+                if message.tokens or message.finished or message.searched:
                     yield message
         finally:
             reader.cancel()
@@ -255,9 +261,10 @@ class FakeEngine(EngineServicer):
         if submit.prompt_only:
             message.finished.extend(_finished(request_id, i, pb.FINISH_REASON_LENGTH, "") for i in indexes)
             return message
-        for index in indexes:
+        for index in indexes[:1] if submit.HasField("beams") else indexes:
             ends_at = time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else math.inf
             choice = Choice(submit, index, submit.seeds[index], list(submit.output_tokens), ends_at)
+            choice.search = BeamSearch(_beam_options(submit)) if submit.HasField("beams") else None
             choices[request_id, index] = self.running[request_id, index] = choice
         return message
 
@@ -274,6 +281,11 @@ class FakeEngine(EngineServicer):
         message = pb.LinkResponse()
         any_logprobs = any(choice.request.sampling.HasField("logprobs") for choice in choices.values())
         for key, choice in list(choices.items()):
+            if choice.search is not None:
+                self._search(message, key[0], choice.request, choice.search, any_logprobs)
+                if not choice.search.beams:
+                    del choices[key], self.running[key]
+                continue
             token = self._token(choice)
             choice.tokens.append(token)
             self._count(choice.request)[1] += 1
@@ -293,6 +305,53 @@ class FakeEngine(EngineServicer):
                 del choices[key]
                 self.running.pop(key, None)
         return message
+
+    def _search(
+        self,
+        message: pb.LinkResponse,
+        request_id: int,
+        request: pb.Submit,
+        search: BeamSearch,
+        any_logprobs: bool,
+    ) -> None:
+        """Takes one step of a search, and tells its choices if that was the last."""
+        count, width = search.options.num_candidates, search.options.width
+        search.advance({beam: _top(request, beam.tokens, count) for beam in search.beams})
+        message.searched.add(request_id=request_id, tokens=width)
+        self._count(request)[1] += width
+        if search.beams:
+            return
+        for index, answer in enumerate(search.answers):
+            message.request_ids.extend([request_id] * answer.length)
+            message.choices.extend([index] * answer.length)
+            message.tokens.extend(answer.tokens)
+            for told in (beam.logprobs or TokenLogprobs(0.0) for beam in answer.path):
+                if any_logprobs:
+                    message.logprobs.add(
+                        chosen=told.chosen, top_tokens=told.top_tokens, top_logprobs=told.top_logprobs
+                    )
+            is_end = answer.token in search.options.end_tokens
+            reason = pb.FINISH_REASON_STOP if is_end else pb.FINISH_REASON_LENGTH
+            message.finished.append(_finished(request_id, index, reason, ""))
+
+
+def _beam_options(submit: pb.Submit) -> BeamOptions:
+    ends = frozenset((*submit.stop_token_ids, *(() if submit.ignore_eos else (EOS,))))
+    return BeamOptions(
+        len(submit.seeds),
+        submit.max_tokens,
+        ends,
+        submit.beams.length_penalty,
+        EarlyStopping(submit.beams.early_stopping),
+        submit.sampling.logprobs if submit.sampling.HasField("logprobs") else None,
+    )
+
+
+def _top(request: pb.Submit, tokens: list[int], count: int) -> TokenLogprobs:
+    """The likeliest tokens after some: what is drawn, and those behind it."""
+    first = next_token(request, 0, tokens)
+    likely = tuple((first + i) % VOCAB_SIZE for i in range(count))
+    return TokenLogprobs(0.0, likely, tuple(-0.25 - 1.25 * i for i in range(count)))
 
 
 def _logprobs(token: int, count: int) -> pb.TokenLogprobs:
