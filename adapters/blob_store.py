@@ -213,12 +213,14 @@ def open_reader(location: str, cache: Path, cache_bytes: int) -> BlobReader:
 
 def _open_bucket(location: str, scratch: Path) -> S3Store:
     try:
-        from adapters.s3_store import S3Store  # here, since who has a folder needs no S3 client
+        # Here, since who has a folder needs no S3 client.
+        from adapters.s3_bucket import S3Objects
+        from adapters.s3_store import S3Store
     except ImportError as error:
         raise StoreUnavailable(
             "An s3:// store needs the package obstore; install it with: pip install 'loraplex[s3]'"
         ) from error
-    return S3Store.from_url(location, scratch)
+    return S3Store(S3Objects.at(location), scratch)
 
 
 def check_location(location: str) -> str:

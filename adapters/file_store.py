@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from adapters.blob_store import BlobStore, check_present, is_remote
 
 if TYPE_CHECKING:
-    from adapters.s3_store import S3Store
+    from adapters.s3_bucket import S3Objects
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROOT = "files"
@@ -54,7 +54,7 @@ def open_files(location: str, store: BlobStore) -> FileStore:
         from adapters.s3_store import S3Store
 
         assert isinstance(store, S3Store)
-        return BucketFiles(store)
+        return BucketFiles(store.objects)
     return FolderFiles(Path(location) / _ROOT)
 
 
@@ -118,25 +118,25 @@ class FolderFiles:
 class BucketFiles:
     """Files in a bucket. See `FileStore`; every method raises `StoreUnavailable`."""
 
-    def __init__(self, store: S3Store) -> None:
-        self._store = store
+    def __init__(self, objects: S3Objects) -> None:
+        self._objects = objects
 
     def put(self, name: str, source: Path) -> None:
         """See `FileStore`."""
-        self._store.put_file(_key(name), source)
+        self._objects.put_file(_key(name), source)
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """See `FileStore`."""
         # No server has a range of nothing.
-        return self._store.get_range(_key(name), start, length) if length else b""
+        return self._objects.get_range(_key(name), start, length) if length else b""
 
     def delete(self, name: str) -> None:
         """See `FileStore`."""
-        self._store.remove([_key(name)])
+        self._objects.remove([_key(name)])
 
     def names(self) -> Iterator[tuple[str, float]]:
         """See `FileStore`."""
-        for key, written in self._store.list_keys(_ROOT):
+        for key, written in self._objects.list_keys(_ROOT):
             yield key.removeprefix(f"{_ROOT}/"), written
 
 

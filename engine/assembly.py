@@ -73,17 +73,7 @@ def assemble(settings: EngineSettings) -> Core:
     host_bytes = settings.lora_host_bytes(device, available_ram())
     store = open_reader(settings.store, settings.store_cache, int(settings.store_cache_bytes))
     runner = _make_runner(settings, model, memory)
-    runner.warm_up(max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
-    if model.device.type == "cuda":
-        if not settings.enforce_eager:
-            runner.capture_graphs(
-                max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
-            )
-        prepare_packing(model.dtype)
-        rehearse_packing(model.config, model.dtype)
-        reserve_host_memory(
-            model.network, nbytes=min(host_bytes, _MOST_RESERVED), max_rank=settings.max_lora_rank
-        )
+    _prepare(settings, model, runner, limits, host_bytes)
     release_threads()  # of this thread: from here on the loop's computes
 
     readers = threading.Semaphore(NUM_READERS)
@@ -118,6 +108,23 @@ def assemble(settings: EngineSettings) -> Core:
         model_info=model_info,
         tokenizer_files=model.tokenizer_files,
         grammars=make_grammars(model.tokenizer_files, model_info.vocab_size, model_info.eos_token_ids),
+    )
+
+
+def _prepare(
+    settings: EngineSettings, model: LoadedModel, runner: Runner, limits: SchedulerLimits, host_bytes: int
+) -> None:
+    """Does beforehand, and in step with nobody, what the first requests and adapters would wait for."""
+    most = {"max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens}
+    runner.warm_up(**most)
+    if model.device.type != "cuda":
+        return
+    if not settings.enforce_eager:
+        runner.capture_graphs(**most)
+    prepare_packing(model.dtype)
+    rehearse_packing(model.config, model.dtype)
+    reserve_host_memory(
+        model.network, nbytes=min(host_bytes, _MOST_RESERVED), max_rank=settings.max_lora_rank
     )
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from obstore.store import S3Store as Bucket
 
-from adapters import s3_store
+from adapters import s3_bucket, s3_store
 from adapters.blob_store import StoreUnavailable, open_store, read_file
+from adapters.s3_bucket import S3Objects
 from adapters.s3_store import CorruptBlob, S3Store
 from tests.s3_server import BUCKET, S3Server
 
@@ -23,14 +24,14 @@ SIZE = 5 * 2**20 + 17
 @pytest.fixture
 def store(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Store:
     """A store that sends and fetches files in small parts, and gives up soon."""
-    monkeypatch.setattr(s3_store, "_PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_bucket, "_PART_BYTES", 5 * 2**20)
     monkeypatch.setattr(s3_store, "_ORPHANS_EVERY_S", 0.0)
     bucket = Bucket(
         BUCKET,
         client_options={"allow_http": True, "timeout": timedelta(seconds=2)},
         retry_config={"max_retries": 9, "retry_timeout": timedelta(seconds=1.5)},
     )
-    return S3Store(bucket, tmp_path / "scratch")
+    return S3Store(S3Objects(bucket), tmp_path / "scratch")
 
 
 def publish(store: S3Store, *, fill: bytes = b"w") -> bool:
@@ -41,7 +42,7 @@ def publish(store: S3Store, *, fill: bytes = b"w") -> bool:
 
 
 def objects(store: S3Store) -> list[str]:
-    return [key for key, _ in store._list("sha256")]
+    return [key for key, _ in store.objects.list_keys("sha256")]
 
 
 @pytest.mark.parametrize("cut_after", [1, 3000, 2**20, 5 * 2**20 + 4000])
@@ -99,15 +100,15 @@ def test_what_a_crashed_upload_has_written_is_removed_later(
     publish(store)
     before = objects(store)
     orphan = DIGEST.hex()[:2] + "/" + DIGEST.hex() + "/0123/adapter_config.json"
-    store.put(f"sha256/{orphan}", b"{}")
+    store.objects.put(f"sha256/{orphan}", b"{}")
     other = hashlib.sha256(b"other").hexdigest()
-    store.put(f"sha256/{other[:2]}/{other}/4567/adapter_config.json", b"{}")
+    store.objects.put(f"sha256/{other[:2]}/{other}/4567/adapter_config.json", b"{}")
     assert store.clean(older_than_s=0) == 0
     monkeypatch.setattr(s3_store, "_ORPHANS_AFTER_S", -5.0)
     monkeypatch.setattr(s3_store, "_ORPHANS_EVERY_S", 3600.0)
     assert store.clean(older_than_s=0) == 2
     assert objects(store) == before
-    store.put(f"sha256/{orphan}", b"{}")
+    store.objects.put(f"sha256/{orphan}", b"{}")
     assert store.clean(older_than_s=0) == 0  # not so soon again
 
 
@@ -146,7 +147,7 @@ def test_a_bucket_that_is_not_there_is_said_to_be_missing(s3: S3Server, tmp_path
 
 def test_fetching_holds_a_few_parts_and_not_the_file(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store)
-    monkeypatch.setattr(s3_store, "_PART_BYTES", 2**16)
+    monkeypatch.setattr(s3_bucket, "_PART_BYTES", 2**16)
     pieces = store.chunks(DIGEST, "adapter_model.safetensors")
     next(pieces)
     assert len(next(pieces)) <= 2**16

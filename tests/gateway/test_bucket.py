@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters import s3_store
+from adapters import s3_bucket
 from adapters.blob_store import BlobStore, read_file
 from adapters.collector import collect
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
@@ -44,7 +44,7 @@ async def test_an_upload_goes_to_the_bucket_and_is_collected_from_there(
 async def test_while_the_bucket_is_away_an_upload_is_503_and_leaves_nothing(
     valkey_url: str, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_RETRY_S", 0.2)
+    monkeypatch.setattr(s3_bucket, "_RETRY_S", 0.2)
     async with control_plane(valkey_url, tmp_path, store=LOCATION) as plane:
         acme = await plane.tenant("acme")
         s3.is_away = True
@@ -60,7 +60,7 @@ async def test_while_the_bucket_is_away_an_upload_is_503_and_leaves_nothing(
 async def test_a_resumable_upload_outlives_an_outage_of_the_bucket(
     valkey_url: str, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "_RETRY_S", 0.2)
+    monkeypatch.setattr(s3_bucket, "_RETRY_S", 0.2)
     async with control_plane(valkey_url, tmp_path, store=LOCATION) as plane:
         acme = await plane.tenant("acme")
         upload = await begun_with_all(plane, acme, adapter_files())
