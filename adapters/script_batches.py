@@ -53,14 +53,14 @@ class ScriptBatches:
         self._under_way: list[_Call] = []
         self._task: asyncio.Task[None] | None = None  # what connects, or teaches Redis the script
 
-    async def __call__(self, keys: Sequence[str], args: Sequence[str | bytes]) -> Any:
-        """The script's reply. Raises what Redis or the connection raises."""
+    def __call__(self, keys: Sequence[str], args: Sequence[str | bytes]) -> asyncio.Future[Any]:
+        """Asks at once. Await the script's reply, or what Redis or the connection raises."""
         # By its hash: of a script object, redis-py asks for each call whether Redis has it.
         command = packed("EVALSHA", self._script.sha, len(keys), *keys, *args)
         call = _Call(command, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._send()
-        return await call.answer
+        return call.answer
 
     def prepare(self) -> None:
         """Begins to connect and to teach Redis the script, so that a first burst of calls waits for neither.

@@ -174,8 +174,8 @@ class EngineFleet:
             link for link in ready if (lease := self._lease_of.get(link.engine_id)) and not lease.draining
         ]
         links = leased or [link for link in ready if link.engine_id not in self._lease_of]
-        if not links:
-            return None
+        if len(links) < 2:
+            return links[0] if links else None
         # What comes before an activated adapter is the base model's, for all such adapters alike: to find it
         # computed saves more than to find the adapter in memory.
         adapter = b"" if submit.adapter_start else submit.adapter_digest

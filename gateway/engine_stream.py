@@ -291,9 +291,8 @@ class EngineStream:
         state = self._choices[first]
         submit = Submit()
         submit.CopyFrom(state.submit)
-        del submit.seeds[:]
         if state.tokens:
-            submit.seeds.append(state.seed)
+            submit.seeds[:] = [state.seed]
             submit.output_tokens.extend(state.tokens)
             submit.ClearField("prompt_logprobs")  # told before the first token
             return [first], submit
@@ -301,7 +300,8 @@ class EngineStream:
             lambda index: self._choices[index].submit is state.submit, range(first, len(self._choices))
         )
         together = [index for index in own if index in self._unplaced and not self._choices[index].tokens]
-        submit.seeds.extend(self._choices[index].seed for index in together)
+        if len(together) < len(submit.seeds):
+            submit.seeds[:] = [self._choices[index].seed for index in together]
         return together, submit
 
     def _nobody(self) -> ApiError:

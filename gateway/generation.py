@@ -93,6 +93,9 @@ class Generation:
     Use it as a context manager: whatever happens, what runs on an engine ends with it.
     """
 
+    admission: Admission
+    """By which it runs; to be set before it begins. All else may be made while Redis is asked."""
+
     def __init__(
         self,
         stream: EngineStream,
@@ -106,7 +109,6 @@ class Generation:
         keep_stop: bool,
         echo: Echo | None,
         metrics: RequestMetrics,
-        admission: Admission,
         ledger: Ledger,
     ) -> None:
         """`shown` are special tokens that are text nevertheless; `reasoning` says that some is thought;
@@ -137,14 +139,13 @@ class Generation:
         self._keep_stop = keep_stop
         self._echo = echo
         self._metrics = metrics
-        self._admission = admission
         self._ledger = ledger
         self._first_at: float | None = None  # when the first token of all came, by time.perf_counter()
         self._outcome = Outcome.DISCONNECTED
 
     def __enter__(self) -> Generation:
         self._metrics.begin()
-        self._ledger.begin(self._admission.entry, self.so_far, admitted=self._admission.admitted)
+        self._ledger.begin(self.admission.entry, self.so_far, admitted=self.admission.admitted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -154,8 +155,8 @@ class Generation:
         settlement = self.so_far()
         if self._outcome is Outcome.DISCONNECTED:
             tokens = settlement.output_tokens
-            logger.info("request %s: its client went away after %d tokens", self._admission.entry.id, tokens)
-        self._ledger.settle(self._admission.entry, settlement, urgent=self._admission.awaited)
+            logger.info("request %s: its client went away after %d tokens", self.admission.entry.id, tokens)
+        self._ledger.settle(self.admission.entry, settlement, urgent=self.admission.awaited)
         self._metrics.end(
             self._outcome,
             input_tokens=settlement.input_tokens,
@@ -179,7 +180,7 @@ class Generation:
         """Returns what the ledger would say if the request ended now. Tokens count that its client, or the
         one who reads for it, has not taken yet: an engine made them.
         """
-        arrived_at, first_at, usage = self._admission.arrived_at, self._first_at, self.usage
+        arrived_at, first_at, usage = self.admission.arrived_at, self._first_at, self.usage
         return Settlement(
             self._outcome,
             input_tokens=usage.prompt_tokens if self._started else 0,
@@ -306,7 +307,7 @@ class Generation:
             self._metrics.inter_token(now - choice.last_at)
         else:
             self._first_at = self._first_at or now
-            self._metrics.first_token(now - self._admission.arrived_at)
+            self._metrics.first_token(now - self.admission.arrived_at)
         choice.last_at = now
 
 

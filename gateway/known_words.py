@@ -134,7 +134,7 @@ def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Returns a tokenizer's pattern for texts of ASCII; None where Python has none that is plainly the same."""
+    """Returns a pattern as Python has it for ASCII; None where it has none that is plainly the same."""
     translated, in_class = "", False
     for part in _PARTS.findall(pattern):
         if part in _ASCII_OF:

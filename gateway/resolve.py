@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 
 from redis.exceptions import RedisError
 
@@ -150,9 +151,14 @@ def cache_scope(caller: Principal, salt: str | None) -> bytes:
 
     A client's salt is mixed in, so it can only narrow the scope.
     """
-    shared = caller.prefix_sharing == PrefixSharing.SHARED
-    scope = hashlib.sha256(b"shared" if shared else b"tenant\0" + caller.tenant_id.encode()).digest()
+    scope = _scope_of(caller.tenant_id, caller.prefix_sharing)
     return hashlib.sha256(scope + salt.encode()).digest() if salt is not None else scope
+
+
+@lru_cache(maxsize=1024)
+def _scope_of(tenant_id: str, sharing: PrefixSharing) -> bytes:
+    shared = sharing == PrefixSharing.SHARED
+    return hashlib.sha256(b"shared" if shared else b"tenant\0" + tenant_id.encode()).digest()
 
 
 def _not_found(message: str) -> ApiError:

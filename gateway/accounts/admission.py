@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from weakref import WeakValueDictionary
+from functools import lru_cache
+from typing import Any
 
 import orjson
 from redis.asyncio import Redis
@@ -27,16 +29,17 @@ from protos.engine_pb2 import Submit
 logger = logging.getLogger(__name__)
 
 _WINDOW_MS = 60_000
+_HOUR_MS = 3_600_000
 _AWAY_S = 0.5
 _TRIAL_S = 2.0
 """How long one request may try whether Redis is back, before another does."""
-_MAX_SPENT = 10_000
+_MAX_SPENT = _MAX_ROOMS = 10_000
 
 
 class Room:
     """How full a limit of concurrent requests was when Redis last said so."""
 
-    __slots__ = ("__weakref__", "is_scarce")
+    __slots__ = ("is_scarce",)
 
     def __init__(self) -> None:
         self.is_scarce = False
@@ -50,17 +53,36 @@ class Admission:
     entry: LedgerEntry
     arrived_at: float
     """`time.perf_counter()` when the request came."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """`x-ratelimit-*`, for whatever is answered."""
+    standings: Sequence[Standing] = ()
+    """What is used of each limit, with this request."""
     admitted: bool = True
     """False: Redis was away, so nothing is held, or nobody knows whether it is."""
     rooms: Sequence[Room] = ()
     """Of the limits of concurrent requests that it counts against."""
 
+    def headers(self) -> dict[str, str]:
+        """Returns `x-ratelimit-*`, for whatever is answered."""
+        return rate_headers(self.standings)
+
     @property
     def awaited(self) -> bool:
         """Whether another request may soon need the room that the end of this one makes."""
         return any(room.is_scarce for room in self.rooms)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What Redis has been asked for one request."""
+
+    entry: LedgerEntry
+    caller: Principal
+    limits: Sequence[Limit]
+    met: Sequence[Limit]
+    """The same, or for background work less."""
+    at: float
+    """`time.monotonic()`."""
+    reply: asyncio.Future[bytes | str] | None
+    """None: it was not asked, since it is away."""
 
 
 class Admissions:
@@ -85,7 +107,7 @@ class Admissions:
         self._on_refusal = on_refusal
         self._window_ms = window_ms
         self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, subject): its limit, till when
-        self._rooms: WeakValueDictionary[tuple[str, str], Room] = WeakValueDictionary()  # as _spent
+        self._rooms: dict[tuple[str, str], Room] = {}  # as _spent
         self._away_until = 0.0  # time.monotonic(); 0 while Redis answers
 
     def prepare(self) -> None:
@@ -108,7 +130,7 @@ class Admissions:
                 spent = Standing(Limit(*rule, amount=1), used=most, reset_ms=math.ceil((until - now) * 1000))
                 raise self._refusal(caller, adapter, [spent])
 
-    async def admit(
+    def admit(
         self,
         caller: Principal,
         model: ResolvedModel,
@@ -119,9 +141,10 @@ class Admissions:
         route: str,
         open_ended: bool,
         background: bool = False,
-    ) -> Admission:
+    ) -> Coroutine[Any, Any, Admission]:
         """Takes what the submits may need from every limit, or nothing from any.
 
+        Asks Redis at once, so that its caller can do other work before it awaits what this returns.
         `request_id` is the request's own, and `arrived_at` by `time.perf_counter`. `open_ended`: the client
         has not said how long the answer may be; then `bound_output` lowers `max_tokens` of the submits.
         `background`: nobody waits for it, so it meets a share of each limit only, whoever uses the others'.
@@ -146,9 +169,14 @@ class Admissions:
             model.adapter_digest.hex(),
             route,
         )
-        asked_at = time.monotonic()
         met = [background_share(limit) for limit in limits] if background else limits
-        reply = await self._reply(entry, met)
+        asked = _Asked(entry, caller, limits, met, time.monotonic(), self._ask_for(entry, met))
+        return self._admission(asked, arrived_at)
+
+    async def _admission(self, asked: _Asked, arrived_at: float) -> Admission:
+        """Awaits what Redis says. Raises as `admit`."""
+        entry, caller, limits, met = asked.entry, asked.caller, asked.limits, asked.met
+        reply = None if asked.reply is None else await self._reply(asked.reply)
         if reply is None:
             return Admission(entry, arrived_at, admitted=False)
         admitted, now_ms, *figures = reply
@@ -162,13 +190,13 @@ class Admissions:
             if limit.kind == CONCURRENT
         ]
         if not admitted:
-            if not background:  # others still have what it may not take
-                self._remember(caller.tenant_id, standings, asked_at)
-            raise self._refusal(caller, model.adapter_name, standings)
-        return Admission(entry, arrived_at, rate_headers(standings), rooms=rooms)
+            if met is limits:  # else others still have what background work may not take
+                self._remember(caller.tenant_id, standings, asked.at)
+            raise self._refusal(caller, entry.adapter, standings)
+        return Admission(entry, arrived_at, standings, rooms=rooms)
 
-    async def _reply(self, entry: LedgerEntry, limits: Sequence[Limit]) -> list[int] | None:
-        """Returns what the script says, or None when Redis is away.
+    def _ask_for(self, entry: LedgerEntry, limits: Sequence[Limit]) -> asyncio.Future[bytes | str] | None:
+        """Runs the script, or returns None while Redis is away.
 
         After a failure one request tries again, after a while; others do not wait for it.
         """
@@ -181,11 +209,15 @@ class Admissions:
             {
                 "lease": self._lease_ms,
                 "window": self._window_ms,
-                "limits": [[limit.subject, limit.kind, limit.most, limit.amount] for limit in limits],
+                "limits": list(map(list, limits)),
             }
         )
+        return self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
+
+    async def _reply(self, coming: asyncio.Future[bytes | str]) -> list[int] | None:
+        """Returns what the script says, or None when Redis is away."""
         try:
-            reply = await self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
+            reply = await coming
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away_until:
                 logger.warning(
@@ -203,13 +235,15 @@ class Admissions:
         key = (tenant_id, limit.subject)
         room = self._rooms.get(key)
         if room is None:
+            if len(self._rooms) >= _MAX_ROOMS:
+                self._rooms.clear()  # what runs keeps its own, which is only told no more
             room = self._rooms[key] = Room()
         room.is_scarce = 2 * used >= limit.most
         return room
 
     def _reset_ms(self, limit: Limit, start_ms: int, now_ms: int) -> int:
         if limit.kind == MONTH_TOKENS:
-            return _ms_to_next_month(now_ms)
+            return _end_of_month(now_ms // _HOUR_MS) - now_ms
         return start_ms + self._window_ms - now_ms if start_ms else 0
 
     def _remember(self, tenant_id: str, standings: Sequence[Standing], asked_at: float) -> None:
@@ -228,7 +262,9 @@ class Admissions:
         return error
 
 
-def _ms_to_next_month(now_ms: int) -> int:
-    now = datetime.fromtimestamp(now_ms / 1000, UTC)
+@lru_cache(maxsize=4)
+def _end_of_month(hour: int) -> int:
+    """Returns when the UTC month ends that an hour is in, counted from 1970; in ms since then."""
+    now = datetime.fromtimestamp(hour * _HOUR_MS // 1000, UTC)
     following = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
-    return int((following - now).total_seconds() * 1000)
+    return int(following.timestamp()) * 1000

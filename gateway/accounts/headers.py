@@ -23,6 +23,12 @@ _NOUNS = {
     CONCURRENT: "concurrent requests",
     MONTH_TOKENS: "tokens per month",
 }
+_HEADERS_OF = {
+    REQUESTS: ("requests",),
+    INPUT_TOKENS: ("tokens", "input-tokens"),
+    OUTPUT_TOKENS: ("tokens", "output-tokens"),
+}
+_HEADER_NAMES = ("requests", "tokens", "input-tokens", "output-tokens")
 _OPENAI_TYPES = {REQUESTS: "requests", CONCURRENT: "requests"}
 _AGAIN = {CONCURRENT: "when one of them has ended", MONTH_TOKENS: "next month (UTC)"}
 _CONCURRENT_RETRY_MS = 1000
@@ -68,23 +74,19 @@ def rate_headers(standings: Sequence[Standing]) -> dict[str, str]:
     """Returns OpenAI's headers for the limits per minute that there are. Where a kind is limited for several
     subjects, and in `-tokens` for input and output, the one with the least left is told.
     """
+    scarcest: dict[str, Standing] = {}
+    for each in standings:
+        for name in _HEADERS_OF.get(each.limit.kind, ()):
+            other = scarcest.get(name)
+            if other is None or (each.left, -each.reset_ms) < (other.left, -other.reset_ms):
+                scarcest[name] = each
     headers: dict[str, str] = {}
-    _tell(headers, "requests", [each for each in standings if each.limit.kind == REQUESTS])
-    inputs = [each for each in standings if each.limit.kind == INPUT_TOKENS]
-    outputs = [each for each in standings if each.limit.kind == OUTPUT_TOKENS]
-    _tell(headers, "tokens", inputs + outputs)
-    _tell(headers, "input-tokens", inputs)
-    _tell(headers, "output-tokens", outputs)
+    for name in _HEADER_NAMES:
+        if (each := scarcest.get(name)) is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(each.limit.most)
+            headers[f"x-ratelimit-remaining-{name}"] = str(each.left)
+            headers[f"x-ratelimit-reset-{name}"] = duration(each.reset_ms)
     return headers
-
-
-def _tell(headers: dict[str, str], name: str, standings: Sequence[Standing]) -> None:
-    if not standings:
-        return
-    scarcest = min(standings, key=lambda each: (each.left, -each.reset_ms))
-    headers[f"x-ratelimit-limit-{name}"] = str(scarcest.limit.most)
-    headers[f"x-ratelimit-remaining-{name}"] = str(scarcest.left)
-    headers[f"x-ratelimit-reset-{name}"] = duration(scarcest.reset_ms)
 
 
 def duration(ms: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from gateway.accounts.headers import Limit, never_fits
@@ -15,7 +16,7 @@ from gateway.accounts.windows import (
     TENANT,
 )
 from gateway.auth import Principal
-from gateway.limits import NO_RATES, RateLimits
+from gateway.limits import NO_RATES, RateLimits, TenantLimits
 from protos.engine_pb2 import Submit
 
 OPEN_ENDED_SHARE = 1 / 4
@@ -32,16 +33,24 @@ class Rule(NamedTuple):
     most: int
 
 
-def rules_of(caller: Principal, adapter: str) -> list[Rule]:
+def rules_of(caller: Principal, adapter: str) -> Sequence[Rule]:
     """Returns all limits that a request meets: its tenant's, its key's, and its adapter's if it has any."""
+    return _rules(
+        caller.limits, caller.key_id, caller.key_limits, adapter, caller.adapter_limits.get(adapter, NO_RATES)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _rules(
+    tenant: TenantLimits, key_id: str, key: RateLimits, adapter: str, of_adapter: RateLimits
+) -> Sequence[Rule]:
     rules: list[Rule] = []
-    _add(rules, TENANT, caller.limits.rates)
-    if caller.limits.tokens_per_month is not None:
-        rules.append(Rule(TENANT, MONTH_TOKENS, caller.limits.tokens_per_month))
-    _add(rules, f"key:{caller.key_id}", caller.key_limits)
-    if adapter in caller.adapter_limits:
-        _add(rules, f"adapter:{adapter}", caller.adapter_limits[adapter])
-    return rules
+    _add(rules, TENANT, tenant.rates)
+    if tenant.tokens_per_month is not None:
+        rules.append(Rule(TENANT, MONTH_TOKENS, tenant.tokens_per_month))
+    _add(rules, f"key:{key_id}", key)
+    _add(rules, f"adapter:{adapter}", of_adapter)
+    return tuple(rules)
 
 
 def _add(rules: list[Rule], subject: str, rates: RateLimits) -> None:

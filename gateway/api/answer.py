@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -61,7 +61,7 @@ class AnswerFormat(Protocol):
 async def generate(
     request: Request,
     body: GenerationFields,
-    form: AnswerFormat,
+    make_form: Callable[[], AnswerFormat],
     submits: Sequence[Submit],
     *,
     caller: Principal,
@@ -72,7 +72,8 @@ async def generate(
     reasoning: Reasoning | None = None,
     echo: Echo | None = None,
 ) -> Response:
-    """Runs the submits of a body, if the caller's limits allow it, and answers in its form.
+    """Runs the submits of a body, if the caller's limits allow it, and answers in the form that `make_form`
+    returns, which must not fail.
 
     `route` is for the metrics and the ledger; `shown` are special tokens that the form is to see, and
     `reasoning` says that some of an answer may be thought; `echo` puts the prompts before their answers.
@@ -85,7 +86,7 @@ async def generate(
     for submit in submits:
         submit.background = origin.is_background
     deadline = deadline_of(request.headers, services.settings.request_timeout_s)
-    admission = await services.admissions.admit(
+    admitting = services.admissions.admit(
         caller,
         model,
         submits,
@@ -106,9 +107,10 @@ async def generate(
         keep_stop=bool(body.include_stop_str_in_output),
         echo=echo,
         metrics=services.metrics.request(caller.tenant_id, model.adapter_name, origin.route),
-        admission=admission,
         ledger=services.ledger,
     )
+    form = make_form()
+    generation.admission = admission = await admitting
     choices = sum(len(submit.seeds) for submit in submits)
     try:
         response = await answer(

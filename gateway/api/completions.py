@@ -70,13 +70,16 @@ async def create_completion(
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     choices = len(prompts) * (body.n or 1)
-    form = CompletionFormat(
-        model, choices, tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
-    )
+
+    def make_form() -> CompletionFormat:
+        return CompletionFormat(
+            model, choices, tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
+        )
+
     return await generate(
         request,
         body,
-        form,
+        make_form,
         submits,
         caller=caller,
         model=model,

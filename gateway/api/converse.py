@@ -72,7 +72,7 @@ async def converse(
     return await generate(
         request,
         body,
-        form_of(plan),
+        lambda: form_of(plan),
         submits,
         caller=caller,
         model=model,

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.accounts.admission import Admission
 from gateway.api.answer import ENGINE_ERRORS
 from gateway.auth import Principal, require
 from gateway.bodies import read_json
@@ -52,7 +51,7 @@ async def create_embeddings(
     origin = origin_of(request, "embeddings")
     submits = _submits(body, prompts, caller=caller, model=model, origin=origin)
     deadline = deadline_of(request.headers, services.settings.request_timeout_s)
-    admission = await services.admissions.admit(
+    admitting = services.admissions.admit(
         caller,
         model,
         submits,
@@ -62,16 +61,17 @@ async def create_embeddings(
         open_ended=False,
         background=origin.is_background,
     )
-    generation = _generation(services, submits, caller, model, tokenizer, origin, admission, deadline)
+    generation = _generation(services, submits, caller, model, tokenizer, origin, deadline)
+    generation.admission = admission = await admitting
     try:
         vectors = await _run(request, generation)
     except ApiError as error:
-        error.headers = {**admission.headers, **(error.headers or {})}
+        error.headers = {**admission.headers(), **(error.headers or {})}
         raise
     if vectors is None:
         return Response(status_code=499)  # the client has gone
     content = await asyncio.to_thread(_answer, body, model, vectors, generation.usage)
-    return Response(content, media_type="application/json", headers=admission.headers)
+    return Response(content, media_type="application/json", headers=admission.headers())
 
 
 def _submits(
@@ -115,7 +115,6 @@ def _generation(
     model: ResolvedModel,
     tokenizer: ModelTokenizer,
     origin: Origin,
-    admission: Admission,
     deadline: float,
 ) -> Generation:
     return Generation(
@@ -129,7 +128,6 @@ def _generation(
         keep_stop=False,
         echo=None,
         metrics=services.metrics.request(caller.tenant_id, model.adapter_name, origin.route),
-        admission=admission,
         ledger=services.ledger,
     )
 

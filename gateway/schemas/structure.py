@@ -11,6 +11,7 @@ from gateway.schemas.generation import AtMost, GenerationFields, StrictModel, fa
 
 _LONGEST = 65_536
 _MOST_CHOICES = 1024
+_GUIDED = tuple((f"guided_{kind}", kind) for kind in ("json", "regex", "choice", "grammar"))
 
 _Text = Annotated[str, StringConstraints(min_length=1, max_length=_LONGEST)]
 _Choice = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -88,9 +89,9 @@ class StructureFields(GenerationFields):
 
     def _asked(self) -> list[Structure]:
         found = [
-            Structure(f"guided_{kind}", kind, value)
-            for kind in ("json", "regex", "choice", "grammar")
-            if (value := getattr(self, f"guided_{kind}")) is not None
+            Structure(name, kind, value)
+            for name, kind in _GUIDED
+            if (value := getattr(self, name)) is not None
         ]
         wanted = self.response_format
         if isinstance(wanted, JsonSchema) and wanted.json_schema.schema_ is not None:

@@ -87,7 +87,7 @@ async def test_each_caller_gets_its_own_error(redis: Redis) -> None:
 
 async def test_a_caller_that_leaves_costs_the_others_nothing(redis: Redis) -> None:
     batches = _batches(redis)
-    leaver, stayer = (asyncio.create_task(batches([], [name])) for name in ("leaver", "stayer"))
+    leaver, stayer = (asyncio.ensure_future(batches([], [name])) for name in ("leaver", "stayer"))
     await asyncio.sleep(0)
     leaver.cancel()
     assert await stayer == "stayer"
@@ -139,7 +139,7 @@ async def test_a_busy_loop_is_no_silence(redis: Redis, valkey_url: str) -> None:
     hasty = Redis.from_url(valkey_url, socket_timeout=0.05)
     batches = _batches(hasty)
     await batches([], ["first"])
-    answer = asyncio.create_task(batches([], ["second"]))
+    answer = asyncio.ensure_future(batches([], ["second"]))
     await asyncio.sleep(0)
     time.sleep(0.2)
     assert await answer == b"second"

@@ -80,9 +80,9 @@ async def test_headers_tell_the_scarcest_limit_of_each_kind(redis: Redis) -> Non
     gate = Gate(redis)
     tenant = RateLimits(requests_per_minute=9, input_tokens_per_minute=100, output_tokens_per_minute=500)
     admission = await gate.admit(caller(tenant, key=RateLimits(requests_per_minute=2)), submit(10, 20))
-    resets = {name: value for name, value in admission.headers.items() if "reset" in name}
+    resets = {name: value for name, value in admission.headers().items() if "reset" in name}
     assert all(re.fullmatch(r"1m0s|5\d(\.\d+)?s", value) for value in resets.values())
-    assert {name: value for name, value in admission.headers.items() if name not in resets} == {
+    assert {name: value for name, value in admission.headers().items() if name not in resets} == {
         "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "1",
         "x-ratelimit-limit-tokens": "100",
@@ -92,7 +92,7 @@ async def test_headers_tell_the_scarcest_limit_of_each_kind(redis: Redis) -> Non
         "x-ratelimit-limit-output-tokens": "500",
         "x-ratelimit-remaining-output-tokens": "480",
     }
-    assert (await gate.admit(caller())).headers == {}
+    assert (await gate.admit(caller())).headers() == {}
 
 
 @pytest.mark.parametrize(
