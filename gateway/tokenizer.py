@@ -159,12 +159,22 @@ class ModelTokenizer:
     @cached_property
     def _text_bytes(self) -> list[bytes]:
         with self._lock:
-            vocabulary = self._tokenizer.get_vocab()
-            table = [b""] * (max(vocabulary.values()) + 1)  # ids may have gaps
-            for name, token in vocabulary.items():
-                if token not in self._special:
-                    table[token] = _bytes_of(name)
+            # One by one: all names in a dictionary leave holes of some MB in memory.
+            size, table = self._tokenizer.get_vocab_size(), []
+            for token in range(size):
+                name = self._tokenizer.id_to_token(token)
+                if name is None:
+                    return self._table_with_gaps()
+                table.append(b"" if token in self._special else _bytes_of(name))
             return table
+
+    def _table_with_gaps(self) -> list[bytes]:
+        vocabulary = self._tokenizer.get_vocab()
+        table = [b""] * (max(vocabulary.values()) + 1)
+        for name, token in vocabulary.items():
+            if token not in self._special:
+                table[token] = _bytes_of(name)
+        return table
 
     @cached_property
     def tags(self) -> Sequence[int]:

@@ -193,3 +193,10 @@ def test_streams_stop_where_the_whole_text_does(tokens: list[int], stops: list[s
     whole = BYTE_LEVEL_ORACLE.decode(tokens, skip_special_tokens=True)
     assert text == cut_by_brute_force(whole, stops)[0]
     assert stream.emitted_len == len(text)
+
+
+def test_ids_may_have_gaps() -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "Ġb": 5, "c": 2}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    gappy = ModelTokenizer.from_files({"tokenizer.json": tokenizer.to_str().encode()})
+    assert joined(gappy.decoder(), [0, 5, 1, 2, 9]) == "a bc"
