@@ -1,28 +1,30 @@
-"""Tokens of short texts by those of their words, each of which the tokenizer makes once.
+"""Tokens of short texts, put together from those of their words.
 
 A byte-level tokenizer cuts a text into words before it looks at any, and a word's tokens do not depend on
 what is around it. The tokenizers library keeps spellings and offsets beside the tokens, in some ten small
-pieces of memory for each word; a regular expression and a dictionary take a quarter of the time. What is not
-plainly the same here is left to the library: characters beyond ASCII, of which versions of Unicode know more
-or fewer, and ways to cut a text that are not known here.
+pieces of memory for each word; a regular expression and a dictionary take a third of the time.
+
+The dictionary is the vocabulary's own common words, and learns nothing from texts: how long one takes must
+not tell what others have sent. What is not plainly the same here is left to the library: characters beyond
+ASCII, of which versions of Unicode know more or fewer, and ways to cut a text that are not known here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import Model
 
 _LONGEST_TEXT = 4096
 """Characters. Longer ones are tokenised in threads, and the library does not hold the interpreter's lock."""
-_LONGEST_WORD = 64
-_MOST_WORDS = 10_000
-_MOST_NEW = 64
-"""Words of one text that are learnt: each takes as long as ten known ones, and some texts have no others."""
+_MOST_WORDS = 8192
+"""That are known: the first ones of a vocabulary, which are its most frequent."""
+_SAMPLE = "It's 1984, isn't it?  WE'LL see!\n\n\tdef f(x): return x ** 2 + 10_000\r\n I've it. <|im_end|>\n  "
+"""What the library must agree on, before it is trusted that the same is done here."""
 
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """How ByteLevel cuts unless it is told not to: GPT-2's way."""
@@ -35,13 +37,14 @@ _LEAVE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 class KnownWords:
-    """The words that one tokenizer has met lately. Safe to use from several threads."""
+    """How one tokenizer cuts texts, and common words of its. Safe to use from several threads."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         between: re.Pattern[str],
         words: re.Pattern[str],
+        common: Mapping[str, int],
         letters: Mapping[int, str],
     ) -> None:
         """See `of`. `between` has a group around what separates the parts of a text that `words` cuts."""
@@ -49,28 +52,24 @@ class KnownWords:
         self._between = between
         self._words = words
         self._letters = letters
-        self._added = {each.content: [token] for token, each in tokenizer.get_added_tokens_decoder().items()}
-        self._known: dict[str, list[int]] = dict(self._added)
+        added = tokenizer.get_added_tokens_decoder()
+        self._known = {**common, **{each.content: token for token, each in added.items()}}
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, letters: Mapping[int, str]) -> KnownWords | None:
-        """Returns them, with none known yet; None where not all of what the tokenizer does to ASCII is known.
+    def of(
+        cls, tokenizer: Tokenizer, common: Mapping[str, int], letters: Mapping[int, str]
+    ) -> KnownWords | None:
+        """Returns them; None where not all of what the tokenizer does to ASCII is known.
 
-        `letters`, for str.translate, are those by which the vocabulary writes ASCII.
+        `common` are of `common_words`, and `letters` as there.
         """
-        added = tokenizer.get_added_tokens_decoder().values()
-        if any(each.normalized or each.lstrip or each.rstrip or each.single_word for each in added):
+        separators, pattern = _separators(tokenizer), None
+        if separators is None or not _leaves_ascii(tokenizer):
             return None
-        if tokenizer.normalizer is not None and _state(tokenizer.normalizer)["type"] not in _LEAVE_ASCII:
-            return None
-        if tokenizer.pre_tokenizer is None or getattr(tokenizer.model, "dropout", None):
-            return None
-        separators = [re.escape(each.content) for each in sorted(added, key=lambda each: -len(each.content))]
-        pattern = None
         for step in _steps(_state(tokenizer.pre_tokenizer)):
             match step:
                 case {"type": "Digits", "individual_digits": True} if pattern is None:
-                    separators.append("[0-9]")
+                    separators["[0-9]"] = "0-9"
                 case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"} if (
                     pattern is None and not step["invert"]
                 ):
@@ -84,8 +83,12 @@ class KnownWords:
         words = None if pattern is None else _compiled(pattern)
         if words is None:
             return None
-        between = re.compile(f"({'|'.join(separators) or '(?!)'})")
-        return cls(tokenizer, between, words, letters)
+        known = cls(tokenizer, _any_of(separators), words, common, letters)
+        return (
+            known
+            if known.encode(_SAMPLE) == tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
+            else None
+        )
 
     def encode(self, text: str) -> list[int] | None:
         """Returns the text's tokens, as the tokenizer makes them without any around them; None where it is
@@ -102,21 +105,62 @@ class KnownWords:
                 if sum(map(len, words)) != len(part):
                     return None
                 pieces += words
-        known = self._known
-        if not all(map(known.__contains__, pieces)):
-            new = {piece for piece in pieces if piece not in known}
-            few = [piece for piece in new if len(piece) <= _LONGEST_WORD][:_MOST_NEW]
-            self._learn(few, known)
-            if len(few) < len(new):
-                return None
-        return list(chain.from_iterable(map(known.__getitem__, pieces)))
+        tokens: list[int] = []
+        for piece, token in zip(pieces, map(self._known.get, pieces), strict=True):
+            if token is None:
+                tokens += _tokens_of(piece, self._model, self._letters)
+            else:
+                tokens.append(token)
+        return tokens
 
-    def _learn(self, words: Iterable[str], known: dict[str, list[int]]) -> None:
-        for word in words:
-            spelt = self._model.tokenize(word.translate(self._letters))
-            known[word] = [token.id for token in spelt]
-        if len(known) > _MOST_WORDS:
-            self._known = dict(self._added)  # another thread may still read the old one
+
+def common_words(tokenizer: Tokenizer, texts: Sequence[bytes], letters: Mapping[int, str]) -> dict[str, int]:
+    """Returns the first words of ASCII in a vocabulary. Takes some 20 ms.
+
+    `texts` are what its tokens stand for; `letters`, for str.translate, how it spells ASCII.
+    """
+    model = tokenizer.model
+    found: dict[str, int] = {}
+    for token, raw in enumerate(texts):
+        # A word may be in a vocabulary whose merges do not lead to it.
+        if raw and raw.isascii() and _tokens_of(word := raw.decode(), model, letters) == [token]:
+            found[word] = token
+            if len(found) == _MOST_WORDS:
+                break
+    return found
+
+
+def _tokens_of(word: str, model: Model, letters: Mapping[int, str]) -> list[int]:
+    """Returns a word's tokens, as the library makes them."""
+    return [token.id for token in model.tokenize(word.translate(letters))]
+
+
+def _separators(tokenizer: Tokenizer) -> dict[str, str] | None:
+    """Returns patterns of the added tokens, the longest first, with the characters that each may begin with;
+    None where some take more of a text than what they are.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(each.normalized or each.lstrip or each.rstrip or each.single_word for each in added):
+        return None
+    texts = sorted((each.content for each in added), key=len, reverse=True)
+    return {re.escape(text): re.escape(text[0]) for text in texts if text}
+
+
+def _any_of(separators: Mapping[str, str]) -> re.Pattern[str]:
+    """Returns what finds them, in a group. Few places begin like one: only there are all of them tried."""
+    if not separators:
+        return re.compile("((?!))")
+    return re.compile(f"((?=[{''.join(dict.fromkeys(separators.values()))}])(?:{'|'.join(separators)}))")
+
+
+def _leaves_ascii(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer cuts a text as it is, and makes the same of it each time."""
+    normalizer = tokenizer.normalizer
+    return (
+        (normalizer is None or _state(normalizer)["type"] in _LEAVE_ASCII)
+        and tokenizer.pre_tokenizer is not None
+        and not getattr(tokenizer.model, "dropout", None)
+    )
 
 
 def _state(part: Any) -> dict[str, Any]:

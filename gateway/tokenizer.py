@@ -19,7 +19,7 @@ from adapters.chat_templates import stated_template
 from gateway import memory
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
-from gateway.known_words import KnownWords
+from gateway.known_words import KnownWords, common_words
 from gateway.tokenizer_effect import TokenizerEffect, extend
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class ModelTokenizer:
         own.longest_token = max([self.longest_token, *(_size(token) for token in effect.added_tokens)])
         if self._byte_level:
             own._text_bytes = self._extended_bytes(own, effect)
+            own._common_words = self._common_words
+            _ = own._words  # now, and not with the first request
         return own
 
     def _extended_bytes(self, own: ModelTokenizer, effect: TokenizerEffect) -> list[bytes]:
@@ -131,7 +133,11 @@ class ModelTokenizer:
 
     @cached_property
     def _words(self) -> KnownWords | None:
-        return KnownWords.of(self._tokenizer, _CHAR_OF_BYTE) if self._byte_level else None
+        return KnownWords.of(self._tokenizer, self._common_words, _CHAR_OF_BYTE) if self._byte_level else None
+
+    @cached_property
+    def _common_words(self) -> Mapping[str, int]:
+        return common_words(self._tokenizer, self._text_bytes, _CHAR_OF_BYTE)
 
     def decoder(self, shown: frozenset[int] = frozenset()) -> TokenDecoder:
         """Returns a decoder for one choice's tokens, without special tokens but those in `shown`."""
