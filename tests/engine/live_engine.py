@@ -16,6 +16,7 @@ from adapters.blob_store import MANIFEST_FILE
 from adapters.store_cache import StoreCache
 from engine.adapter_status import Residency
 from engine.adapter_tiers import AdapterTiers
+from engine.beams import BeamOptions
 from engine.block_pool import BlockPool, root_hash
 from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
@@ -123,18 +124,21 @@ class LiveEngine:
         *,
         n: int = 1,
         link: str = "link",
+        beams: BeamOptions | None = None,
     ) -> None:
-        """Adds a greedy request; its number is unique over all links."""
+        """Adds a greedy request, or a search; its number is unique over all links."""
         digest = digest_of(adapter) if adapter else b""
+        logprobs = None if beams is None else beams.num_candidates
         self.scheduler.add(
             Request(
                 link=link,
                 request_id=number,
                 prompt=tuple(prompt),
-                sampling=tuple(SamplingParams(seed=choice) for choice in range(n)),
+                sampling=tuple(SamplingParams(seed=choice, logprobs=logprobs) for choice in range(n)),
                 max_len=len(prompt) + max_tokens,
                 block_root=root_hash(self._model.digest, str(self._model.dtype), digest, b"scope"),
                 adapter_digest=digest,
+                beams=beams,
                 arrival=time.monotonic(),
             )
         )

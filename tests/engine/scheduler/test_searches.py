@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from builders import Engine, expected_answers, expected_output, make_engine, make_request
+from builders import Engine, digest_of, expected_answers, expected_output, make_engine, make_request
 
 from engine.beams import EarlyStopping
 from engine.sequence import Request, Sequence
@@ -136,10 +136,15 @@ def test_beams_over_a_long_prompt_hold_it_once() -> None:
     engine.close()
 
 
-def test_a_search_fits_where_its_most_blocks_are_all_there_are() -> None:
-    """Without a prefix cache that could help, and with the whole pool needed by the last step."""
-    search = make_search(20, n=3, max_tokens=45)
-    assert search.most_blocks == 1 + 3 * 4
+@pytest.mark.parametrize(("prompt", "max_tokens", "most"), [(20, 45, 1 + 3 * 4), (5, 8, 3)])
+def test_a_search_fits_where_its_most_blocks_are_all_there_are(
+    prompt: int, max_tokens: int, most: int
+) -> None:
+    """Without a prefix cache that could help, and with the whole pool needed: by the last step, or by the
+    first, in which one of the beams keeps the block that they share.
+    """
+    search = make_search(prompt, n=3, max_tokens=max_tokens)
+    assert search.most_blocks == most
     engine = make_engine(num_blocks=search.most_blocks, enable_prefix_caching=False)
     engine.scheduler.add(search)
     engine.run()
@@ -274,4 +279,74 @@ def test_the_prompts_logprobs_of_a_search_are_told_once() -> None:
     engine.scheduler.add(search)
     engine.run()
     assert engine.told["link", 1] == list(search.prompt)[1:]
+    engine.close()
+
+
+def test_a_tenants_only_search_is_not_made_to_yield_seat_by_seat() -> None:
+    """It is all that its tenant has, so it has its turn, as a single sequence would."""
+    engine = make_engine(max_num_seqs=WIDTH, num_blocks=64)
+    for number, tenant in enumerate(("first", "second"), 1):
+        engine.scheduler.add(make_search(20, request_id=number, tenant=tenant, max_tokens=20))
+    engine.run()
+    assert engine.scheduler.figures()["seat_yields"] == 0
+    assert [number for _, number, choice in engine.finished if choice == 0] == [1, 2]
+    engine.close()
+
+
+def test_a_tenants_second_search_makes_room_whole() -> None:
+    engine = make_engine(max_num_seqs=2 * WIDTH, num_blocks=64)
+    for number in (1, 2):
+        engine.scheduler.add(make_search(20, request_id=number, tenant="busy", max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.add(make_request(20, request_id=3, tenant="new", max_tokens=3))
+    engine.step()
+    running = [seq.request.request_id for seq in engine.scheduler._running]
+    assert running == [1, 1, 1, 1, 3], "in the step after, instead of the one that was admitted last"
+    assert engine.scheduler.figures()["seat_yields"] == 1
+    engine.run()
+    for number in (1, 2):
+        search = make_search(20, request_id=number, max_tokens=40)
+        assert answers_of(engine, search) == expected_answers(search)
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_background_searches_give_way_whole(depth: int) -> None:
+    engine = make_engine(max_num_seqs=WIDTH, depth=depth)
+    search = make_search(20, max_tokens=30, background=True)
+    engine.scheduler.add(search)
+    for _ in range(8):
+        engine.step()
+    engine.scheduler.add(make_request([5] * 20, request_id=2, tenant="other", max_tokens=4))
+    engine.step()
+    assert [seq.request.request_id for seq in engine.scheduler._running] == [2]
+    engine.run()
+    assert answers_of(engine, search) == expected_answers(search)
+    engine.check_all_free()
+    engine.close()
+
+
+def test_an_adapters_search_yields_its_pages_whole() -> None:
+    """One adapter fits at a time. The search has had its turn when the other is wanted."""
+    engine = make_engine(num_pages=1, num_blocks=128, max_num_seqs=8)
+    for name in ("a", "b"):
+        engine.store.add(name)
+    searches = [
+        make_search(20, request_id=number, adapter=name, tenant=name, max_tokens=200)
+        for number, name in enumerate(("a", "b"), 1)
+    ]
+    engine.scheduler.add(searches[0])
+    while ("link", 1) not in engine.searched or engine.searched["link", 1] < 40 * WIDTH:
+        if not engine.step().rows:
+            engine.wait_for_loads()
+    engine.scheduler.add(searches[1])
+    engine.step()
+    while digest_of("b") not in engine.store.local:
+        engine.wait_for_loads()
+    engine.run()
+    assert engine.gate.memory().counters.yields >= 1
+    for search in searches:
+        assert answers_of(engine, search) == expected_answers(search)
+    engine.check_all_free()
     engine.close()
