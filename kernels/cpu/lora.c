@@ -19,8 +19,8 @@ enum {
     PACKED_TILES = 8,  /* packed at once: rows of y lie far apart, so a visit to one should be long */
     EXPAND_VECTORS = 4,
     COLUMN_TILE = EXPAND_VECTORS * 16,
-    WIDE_TILE = 4 * COLUMN_TILE,
-    WIDE_FROM = 4, /* wide tiles to a thread, for their shares to be alike */
+    WIDE_TILE = 4 * COLUMN_TILE, /* columns to a tile: for a page's B to stream from memory */
+    READ_COST = 4, /* to read weights, in rows that they are multiplied with */
     LINE_ELEMENTS = 64 / sizeof(element),
     PARALLEL_FROM = 1 << 15, /* multiplications */
 };
@@ -48,6 +48,41 @@ ALWAYS_INLINE float scale_of(const Problem *p, long segment, long page, long pro
 
 ALWAYS_INLINE float *shrunk_row(const Problem *p, long entry, long page, long projection) {
     return p->shrunk + ((entry * p->max_pages + page) * p->num_projections + projection) * RANK_PAGE;
+}
+
+ALWAYS_INLINE long num_rows(const Problem *p, long segment) {
+    return p->segment_starts[segment + 1] - p->segment_starts[segment];
+}
+
+ALWAYS_INLINE long parts(long n, long size) { return (n + size - 1) / size; }
+
+/* Tiles of one cost, side by side in memory. */
+typedef struct {
+    long count, cost;
+} Run;
+
+typedef struct {
+    long first, last;
+} Range;
+
+/* Of the tiles of all runs, in order, those that begin in one thread's part of the whole cost. So each thread reads
+ * long stretches of memory, and hardly writes beside another: a core fetches ahead what lies behind its own. */
+typedef struct {
+    long first, last, at;
+} Share;
+
+ALWAYS_INLINE long cost_of(Run run) { return run.count * run.cost; }
+
+ALWAYS_INLINE Share share_of(long total, long thread, long threads) {
+    return (Share){total * thread / threads, total * (thread + 1) / threads, 0};
+}
+
+/* The share's tiles of the next run. */
+ALWAYS_INLINE Range take(Share *share, Run run) {
+    long first = share->first - share->at, last = share->last - share->at;
+    share->at += cost_of(run);
+    if (run.count == 0 || last <= 0 || first >= cost_of(run)) return (Range){0, 0};
+    return (Range){first <= 0 ? 0 : parts(first, run.cost), least(run.count, parts(last, run.cost))};
 }
 
 ALWAYS_INLINE void dot_step(const element **x, int rows, const element **rank, long d, long n, f32x16 *acc) {
@@ -110,21 +145,38 @@ static void shrink_tile(const Problem *p, const ShrinkTile *t, const ShrinkTile 
     }
 }
 
-/* This thread's share of the tiles: they are dealt in turn. Each is computed when the next is known. */
+/* A projection's tiles in one page of a segment: blocks of rank rows, times blocks of rows. */
+ALWAYS_INLINE Run shrink_run(const Problem *p, long segment, long page, long projection) {
+    long blocks = parts(live_ranks(p, segment, page), SHRINK_RANKS), rows = num_rows(p, segment);
+    if (blocks <= 0 || scale_of(p, segment, page, projection) == 0) return (Run){0, 0};
+    return (Run){blocks * parts(rows, ROW_TILE), READ_COST + least(rows, ROW_TILE)};
+}
+
+ALWAYS_INLINE ShrinkTile shrink_tile_at(const Problem *p, long segment, long page, long projection, long index) {
+    long row_blocks = parts(num_rows(p, segment), ROW_TILE);
+    long first = p->segment_starts[segment] + index % row_blocks * ROW_TILE;
+    return (ShrinkTile){segment, page, projection, index / row_blocks * SHRINK_RANKS, first,
+                        least(first + ROW_TILE, p->segment_starts[segment + 1])};
+}
+
+/* This thread's share of the tiles. Each is computed when the next is known. */
 static void shrink(const Problem *p, long thread) {
-    long turn = 0;
+    long total = 0;
+    for (long n = 0; n < p->num_segments; n++)
+        for (long page = 0; page < p->max_pages; page++)
+            for (long m = 0; m < p->num_projections; m++) total += cost_of(shrink_run(p, n, page, m));
+    Share share = share_of(total, thread, p->threads);
     ShrinkTile found = {.segment = -1};
     for (long n = 0; n < p->num_segments; n++)
         for (long page = 0; page < p->max_pages; page++)
-            for (long m = 0; m < p->num_projections; m++)
-                for (long rank = 0; rank < live_ranks(p, n, page); rank += SHRINK_RANKS)
-                    for (long first = p->segment_starts[n], last; first < p->segment_starts[n + 1]; first = last) {
-                        last = least(first + ROW_TILE, p->segment_starts[n + 1]);
-                        if (turn++ % p->threads != thread || scale_of(p, n, page, m) == 0) continue;
-                        ShrinkTile next = {n, page, m, rank, first, last};
-                        if (found.segment >= 0) shrink_tile(p, &found, &next);
-                        found = next;
-                    }
+            for (long m = 0; m < p->num_projections; m++) {
+                Range tiles = take(&share, shrink_run(p, n, page, m));
+                for (long i = tiles.first; i < tiles.last; i++) {
+                    ShrinkTile next = shrink_tile_at(p, n, page, m, i);
+                    if (found.segment >= 0) shrink_tile(p, &found, &next);
+                    found = next;
+                }
+            }
     if (found.segment >= 0) shrink_tile(p, &found, &found);
 }
 
@@ -141,18 +193,23 @@ ALWAYS_INLINE void expand_rows(const Problem *p, long segment, long projection, 
         for (int r = 0; r < rows; r++) v[r] = shrunk_row(p, entry + r, page, projection);
         for (long k = 0; k < live; k++) {
 #pragma GCC unroll 4
-            for (int c = 0; c < EXPAND_VECTORS; c++) {
-                f32x16 weights = load_part(b + k * p->out + c * 16, width - c * 16);
+            for (int c = 0; c < EXPAND_VECTORS; c += 2) {
+                Twin weights = load_twin(b + k * p->out + c * 16, width - c * 16);
 #pragma GCC unroll 4
-                for (int r = 0; r < rows; r++) acc[r][c] += v[r][k] * weights;
+                for (int r = 0; r < rows; r++) {
+                    acc[r][c] += v[r][k] * weights.a;
+                    acc[r][c + 1] += v[r][k] * weights.b;
+                }
             }
         }
     }
     for (int r = 0; r < rows; r++) {
         element *y = p->y + p->rows[entry + r] * p->out + column;
-        for (int c = 0; c < EXPAND_VECTORS; c++) {
-            f32x16 sum = load_part(y + c * 16, width - c * 16) + acc[r][c];
-            store_part(y + c * 16, sum, width - c * 16);
+        for (int c = 0; c < EXPAND_VECTORS; c += 2) {
+            Twin sum = in_order((Twin){acc[r][c], acc[r][c + 1]});
+            long left = width - c * 16;
+            store_part(y + c * 16, load_part(y + c * 16, left) + sum.a, left);
+            store_part(y + c * 16 + 16, load_part(y + c * 16 + 16, left - 16) + sum.b, left - 16);
         }
     }
 }
@@ -291,27 +348,36 @@ static int is_long(const Problem *p, long segment) {
            p->max_pages <= PACKED_PAGES;
 }
 
-/* Columns to a tile. Wide ones let a page's B stream from memory; narrow ones are enough for all threads. */
-static long expand_width(const Problem *p) {
-    long wide = p->num_segments * p->out / WIDE_TILE;
-    return wide >= WIDE_FROM * p->threads ? WIDE_TILE : COLUMN_TILE;
+/* A projection's columns in a segment that is not long, COLUMN_TILE to a tile. */
+ALWAYS_INLINE Run expand_run(const Problem *p, long segment, long projection) {
+    long live = 0;
+    for (long page = 0; page < p->max_pages; page++)
+        if (live_ranks(p, segment, page) > 0 && scale_of(p, segment, page, projection) != 0)
+            live += live_ranks(p, segment, page);
+    if (live == 0 || is_long(p, segment)) return (Run){0, 0};
+    return (Run){parts(p->splits[projection + 1] - p->splits[projection], COLUMN_TILE),
+                 live * (READ_COST + num_rows(p, segment))};
 }
 
 /* This thread's share, as of shrink. */
 static void expand(const Problem *p, long thread) {
-    long turn = 0, width = expand_width(p);
-    ExpandTile found = {.segment = -1};
+    long total = 0;
     for (long n = 0; n < p->num_segments; n++)
-        if (is_long(p, n))
-            expand_long(p, n, thread);
-        else
-            for (long m = 0; m < p->num_projections; m++)
-                for (long column = p->splits[m]; column < p->splits[m + 1]; column += width) {
-                    if (turn++ % p->threads != thread) continue;
-                    ExpandTile next = {n, m, column, least(width, p->splits[m + 1] - column)};
-                    if (found.segment >= 0) expand_tile(p, &found, &next);
-                    found = next;
-                }
+        for (long m = 0; m < p->num_projections; m++) total += cost_of(expand_run(p, n, m));
+    Share share = share_of(total, thread, p->threads);
+    ExpandTile found = {.segment = -1};
+    for (long n = 0; n < p->num_segments; n++) {
+        if (is_long(p, n)) expand_long(p, n, thread);
+        for (long m = 0; m < p->num_projections; m++) {
+            Range tiles = take(&share, expand_run(p, n, m));
+            long end = least(p->splits[m] + tiles.last * COLUMN_TILE, p->splits[m + 1]);
+            for (long column = p->splits[m] + tiles.first * COLUMN_TILE; column < end; column += WIDE_TILE) {
+                ExpandTile next = {n, m, column, least(WIDE_TILE, end - column)};
+                if (found.segment >= 0) expand_tile(p, &found, &next);
+                found = next;
+            }
+        }
+    }
     if (found.segment >= 0) expand_tile(p, &found, &found);
 }
 

@@ -105,6 +105,33 @@ ALWAYS_INLINE void store_part(element *p, f32x16 x, long n) {
     if (n > 0) memcpy(p, padded, n * sizeof(element));
 }
 
+/* 32 numbers in the order that costs least to bring them into; `in_order` tells of it. */
+typedef struct {
+    f32x16 a, b;
+} Twin;
+
+#if ELEMENT_BFLOAT16
+/* The first n (at most 32) elements, zeros after them: the even ones, and the odd ones. */
+ALWAYS_INLINE Twin load_twin(const element *p, long n) {
+    u32x16 words = {0};
+    if (n >= 32)
+        memcpy(&words, p, sizeof words);
+    else if (n > 0)
+        memcpy(&words, p, n * sizeof(element));
+    return (Twin){(f32x16)(words << 16), (f32x16)(words & 0xffff0000)};
+}
+
+/* The same numbers as the first 16 and the last 16. */
+ALWAYS_INLINE Twin in_order(Twin x) {
+    const i32x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    return (Twin){__builtin_shuffle(x.a, x.b, low), __builtin_shuffle(x.a, x.b, low + 8)};
+}
+#else
+ALWAYS_INLINE Twin load_twin(const element *p, long n) { return (Twin){load_part(p, n), load_part(p + 16, n - 16)}; }
+
+ALWAYS_INLINE Twin in_order(Twin x) { return x; }
+#endif
+
 /* 16 words from the first n (at most WORD_ELEMENTS) elements, zeros after them. */
 ALWAYS_INLINE u32x16 load_words(const element *p, long n) {
 #if PACK == 2
