@@ -53,7 +53,8 @@ class KnownWords:
         self._words = words
         self._letters = letters
         added = tokenizer.get_added_tokens_decoder()
-        self._known = {**common, **{each.content: token for token, each in added.items()}}
+        self.known = {**common, **{each.content: token for token, each in added.items()}}
+        """Tokens of the words, and of what was added to the vocabulary. Never changed."""
 
     @classmethod
     def of(
@@ -61,7 +62,8 @@ class KnownWords:
     ) -> KnownWords | None:
         """Returns them; None where not all of what the tokenizer does to ASCII is known.
 
-        `common` are of `common_words`, and `letters` as there.
+        `common` are of `common_words`, or what is `known` of a tokenizer that this one extends; `letters` are
+        as there.
         """
         separators, pattern = _separators(tokenizer), None
         if separators is None or not _leaves_ascii(tokenizer):
@@ -106,7 +108,7 @@ class KnownWords:
                     return None
                 pieces += words
         tokens: list[int] = []
-        for piece, token in zip(pieces, map(self._known.get, pieces), strict=True):
+        for piece, token in zip(pieces, map(self.known.get, pieces), strict=True):
             if token is None:
                 tokens += _tokens_of(piece, self._model, self._letters)
             else:

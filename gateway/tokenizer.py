@@ -91,8 +91,7 @@ class ModelTokenizer:
         own.longest_token = max([self.longest_token, *(_size(token) for token in effect.added_tokens)])
         if self._byte_level:
             own._text_bytes = self._extended_bytes(own, effect)
-            own._common_words = self._common_words
-            _ = own._words  # now, and not with the first request
+            own._words = self._words and KnownWords.of(own._tokenizer, self._words.known, _CHAR_OF_BYTE)
         return own
 
     def _extended_bytes(self, own: ModelTokenizer, effect: TokenizerEffect) -> list[bytes]:
@@ -133,11 +132,10 @@ class ModelTokenizer:
 
     @cached_property
     def _words(self) -> KnownWords | None:
-        return KnownWords.of(self._tokenizer, self._common_words, _CHAR_OF_BYTE) if self._byte_level else None
-
-    @cached_property
-    def _common_words(self) -> Mapping[str, int]:
-        return common_words(self._tokenizer, self._text_bytes, _CHAR_OF_BYTE)
+        if not self._byte_level:
+            return None
+        common = common_words(self._tokenizer, self._text_bytes, _CHAR_OF_BYTE)
+        return KnownWords.of(self._tokenizer, common, _CHAR_OF_BYTE)
 
     def decoder(self, shown: frozenset[int] = frozenset()) -> TokenDecoder:
         """Returns a decoder for one choice's tokens, without special tokens but those in `shown`."""

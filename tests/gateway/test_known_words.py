@@ -97,10 +97,10 @@ def test_what_is_not_plainly_the_same_is_left_to_the_tokenizer() -> None:
 def test_nothing_is_learnt_from_texts() -> None:
     known = known_of(WAYS["Llama 3"])
     assert known is not None
-    before = dict(known._known)
+    before = dict(known.known)
     for text in (SAMPLE, "these words were not known", "xqzv " * 50):
         assert known.encode(text) == WAYS["Llama 3"].encode(text).ids
-    assert known._known == before and len(before) > 100
+    assert known.known == before and len(before) > 100
 
 
 def test_a_word_to_which_no_merges_lead_is_not_known_as_its_token() -> None:
