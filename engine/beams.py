@@ -108,7 +108,6 @@ class BeamSearch:
         self.options = options
         self.beams: Sequence[Beam] = (Beam(),)
         self._found: list[tuple[float, Beam]] = []  # the best first
-        self._improvable = True
 
     @property
     def answers(self) -> list[Beam]:
@@ -131,8 +130,7 @@ class BeamSearch:
         self._keep([self._extended(each) for each in best[: options.width] if self._ends(each)])
         going_on = [each for each in best if not self._ends(each)][: options.width]
         is_done = options.early_stopping is EarlyStopping.ON and len(self._found) == options.width
-        self._improvable = bool(going_on) and self._improvable and self._may_improve(going_on[0])
-        goes_on = self._improvable and not is_done
+        goes_on = bool(going_on) and not is_done and self._may_improve(going_on[0])
         self.beams = [self._extended(each) for each in going_on] if goes_on else ()
 
     def _ends(self, candidate: _Candidate) -> bool:

@@ -406,7 +406,15 @@ class Engine:
             self.take_in()
         self.collect()
         self.scheduler.check()
+        self.check_hashes()
         return plan
+
+    def check_hashes(self) -> None:
+        """Asserts that beams, which exchange tables, have the hashes of their own tokens."""
+        for seq in self.scheduler._running:
+            if seq.search is not None:
+                hashes = replace(seq.request, output=seq.tokens[seq.num_prompt :]).prompt_hashes
+                assert seq.block_hashes == hashes[: len(seq.block_hashes)], "another beam's hashes"
 
     def take_in(self) -> None:
         """Tells the scheduler of the oldest step under way, if there is one."""

@@ -8,6 +8,7 @@ import pytest
 from builders import Engine, digest_of, expected_answers, expected_output, make_engine, make_request
 
 from engine.beams import EarlyStopping
+from engine.scheduler.block_tables import BlockTables
 from engine.sequence import Request, Sequence
 from engine.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
@@ -50,6 +51,17 @@ def test_each_step_has_one_row_for_each_beam() -> None:
         assert [len(row.tokens) for row in engine.step().rows] == [1] * WIDTH
     assert engine.scheduler.num_running == 0
     assert engine.searched["link", 1] == 6 * WIDTH, "a token for each beam in each step"
+    engine.close()
+
+
+def test_a_search_for_one_token_ends_with_its_prompt() -> None:
+    engine = make_engine()
+    search = make_search(20, max_tokens=1, logprobs=2)
+    engine.scheduler.add(search)
+    engine.run()
+    assert answers_of(engine, search) == expected_answers(search)
+    assert engine.searched["link", 1] == WIDTH and engine.runner.num_steps == 1
+    engine.check_all_free()
     engine.close()
 
 
@@ -194,6 +206,35 @@ def test_a_preempted_search_goes_on_with_its_beams(tight: Engine) -> None:
         assert answers_of(tight, request) == [expected_output(request)]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("budget", [4, 8, 64])
+@pytest.mark.parametrize("every", [5, 6, 9, 17])
+def test_a_search_may_be_preempted_at_any_point(
+    every: int, budget: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while some of its beams are computed again and others not yet, and while a step is under way."""
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=budget, depth=depth)
+    search = make_search(20, max_tokens=60)
+    prepare, asked, partly = BlockTables.prepare_beams, 0, 0
+
+    def now_and_then(tables: BlockTables, beams: list[Sequence], copies: list[tuple[int, int]]) -> bool:
+        nonlocal asked, partly
+        asked += 1
+        fits = bool(asked % every or engine.scheduler.num_preemptions >= 40)
+        partly += not fits and beams != [] and bool(beams[0].search and beams[0].search.tops)
+        return fits and prepare(tables, beams, copies)
+
+    monkeypatch.setattr(BlockTables, "prepare_beams", now_and_then)
+    engine.scheduler.add(search)
+    engine.run()
+    assert answers_of(engine, search) == expected_answers(search)
+    assert engine.searched["link", 1] == 60 * WIDTH
+    assert engine.scheduler.num_preemptions >= 3
+    assert partly or (budget, every) != (8, 5), "while the candidates of some of its beams were there"
+    engine.check_all_free()
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 7])
 @pytest.mark.parametrize("how", ["abort", "one choice", "disconnect", "deadline", "failure"])
 @pytest.mark.parametrize("depth", [0, 1])
@@ -313,16 +354,18 @@ def test_a_tenants_second_search_makes_room_whole() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_background_searches_give_way_whole(depth: int) -> None:
-    engine = make_engine(max_num_seqs=WIDTH, depth=depth)
-    search = make_search(20, max_tokens=30, background=True)
-    engine.scheduler.add(search)
+    engine = make_engine(max_num_seqs=2 * WIDTH, depth=depth)
+    searches = [make_search(20, request_id=n, max_tokens=30, background=True) for n in (3, 4)]
+    for search in searches:
+        engine.scheduler.add(search)
     for _ in range(8):
         engine.step()
-    engine.scheduler.add(make_request([5] * 20, request_id=2, tenant="other", max_tokens=4))
+    engine.scheduler.add(make_request([5] * 20, request_id=2, n=6, tenant="other", max_tokens=4))
     engine.step()
-    assert [seq.request.request_id for seq in engine.scheduler._running] == [2]
+    assert {seq.request.request_id for seq in engine.scheduler._running} == {2}
     engine.run()
-    assert answers_of(engine, search) == expected_answers(search)
+    for search in searches:
+        assert answers_of(engine, search) == expected_answers(search)
     engine.check_all_free()
     engine.close()
 
