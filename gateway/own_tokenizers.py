@@ -60,8 +60,9 @@ class OwnTokenizers:
         if not present:
             return ""
         with tempfile.TemporaryDirectory(prefix="loraplex-tokenizer-") as base_folder:
-            base = self._tokenizers.files(model_digest)
-            await anyio.to_thread.run_sync(_write_all, Path(base_folder), base)
+            await anyio.to_thread.run_sync(
+                lambda: _write_all(Path(base_folder), self._tokenizers.files(model_digest))
+            )
             async with self._judges:
                 answer = await _judged(folder, Path(base_folder))
         if "fault" in answer:
