@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from engine.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
-NUM_LOAD_THREADS = 4
-"""So many wait for a store at once; of those, fewer compute (`NUM_READERS`)."""
+NUM_LOAD_THREADS = 16
+"""So many wait for a store at once; of those, fewer compute (`NUM_READERS`). Enough for eight tenants whose
+reads hang all at once."""
 NUM_READERS = 2
 """Who lays weights out competes with the step for cores and for the interpreter."""
-MAX_LOADS = NUM_LOAD_THREADS + NUM_READERS
-"""Loads under way, queued ones included. Few, so that whoever is asked for next, in the order of fairness,
-does not stand behind all the adapters that somebody else has named at once."""
+MAX_LOADS = 6
+"""Loads under way of one tenant; a part of it, at least one, where others have loads as well. So who reads
+from a slow store keeps nobody from a place. Few, so that whoever is asked for next, in the order of
+fairness, does not stand behind all the adapters that somebody else has named at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class AdapterTiers:
         self._pinned: Collection[bytes] = ()
         self._loading: dict[bytes, Future[None]] = {}
         self._forgetting: set[bytes] = set()
+        self._tenants: dict[bytes, str] = {}  # for whom each of them is; "": nobody who is known yet
         self._begun: dict[bytes, Future[None]] = {}  # by `begin`, and not known to the loop's thread yet
         self._lock = threading.Lock()  # over who begins a load, and who takes one in
         self._done: queue.SimpleQueue[Loaded | LoadFailed | bytes] = queue.SimpleQueue()
@@ -135,9 +139,11 @@ class AdapterTiers:
             if not is_known and len(under_way) < MAX_LOADS // 2:
                 self._begun[digest] = self._pool.submit(self._load, digest)
 
-    def want(self, digest: bytes) -> HostCopy | None:
-        """The host copy of an adapter, or None. Then a load is under way, or there are `MAX_LOADS` others,
-        or the last copy is being forgotten: ask again when one of them has ended.
+    def want(self, digest: bytes, tenant: str = "") -> HostCopy | None:
+        """The host copy of an adapter, or None. Then a load is under way, or the tenant has its share of
+        them, or the last copy is being forgotten: ask again when one of them has ended.
+
+        A load counts as the first tenant's that wants it; "" stands for what is brought for no request.
         """
         copy = self._copies.get(digest)
         if copy is not None:
@@ -146,19 +152,27 @@ class AdapterTiers:
         with self._lock:
             self._take_over()
             is_known = digest in self._loading or digest in self._forgetting
-            if not is_known and len(self._loading) < MAX_LOADS:
+            if not is_known and self._has_share(tenant):
                 self._loading[digest] = self._pool.submit(self._load, digest)
+            if digest in self._loading and not self._tenants.get(digest):
+                self._tenants[digest] = tenant
         return None
+
+    def _has_share(self, tenant: str) -> bool:
+        """Whether one more load may begin for a tenant."""
+        own = sum(other == tenant for other in self._tenants.values())
+        return own < max(1, MAX_LOADS // len({*self._tenants.values(), tenant}))
 
     def _take_over(self) -> None:
         """Makes the loads that others have begun the loop's own."""
         self._loading.update(self._begun)
+        self._tenants.update(dict.fromkeys(self._begun, ""))
         self._begun.clear()
 
     def cancel(self, digest: bytes) -> None:
         """Drops a load that has not begun; one that has goes on, and its copy is kept."""
         if self._loading[digest].cancel():
-            del self._loading[digest]
+            del self._loading[digest], self._tenants[digest]
             self.counters.loads_cancelled += 1
 
     def poll(self, num_waiting: Callable[[bytes], int] = lambda digest: 0) -> list[Loaded | LoadFailed]:
@@ -182,6 +196,7 @@ class AdapterTiers:
             with self._lock:
                 self._take_over()
                 self._loading.pop(outcome.digest, None)
+                self._tenants.pop(outcome.digest, None)
                 if isinstance(outcome, Loaded):
                     self._copies[outcome.digest] = outcome.copy
             self._note(outcome, num_waiting)
@@ -230,7 +245,8 @@ class AdapterTiers:
         assert self._copied_bytes == sum(copy.nbytes for copy in self._copies.values())
         assert self._copied_bytes <= self._host_bytes or len(self._copies) == 1
         assert not self._loading.keys() & self._copies.keys(), "a load of what is here"
-        assert len(self._loading) <= MAX_LOADS
+        assert self._tenants.keys() == self._loading.keys()
+        assert all(count <= MAX_LOADS for count in Counter(self._tenants.values()).values())
 
     # ---- in the pool's threads ----------------------------------------------------------------------
 

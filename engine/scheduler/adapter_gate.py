@@ -152,7 +152,7 @@ class AdapterGate:
         on_device = self._pages.resident(digest) is not None
         self._counters.note_request(digest, on_device=on_device, in_host=self._tiers.has(digest))
         if not on_device:
-            self._tiers.want(digest)
+            self._tiers.want(digest, tenant)
             if self._tiers.is_loading_one(digest):
                 self._bills.begin(digest, tenant)
 
@@ -185,14 +185,14 @@ class AdapterGate:
             return False
         if self._pages.resident(digest) is None:
             self._bills.begin(digest, tenant)
-        if self._bring(digest):
+        if self._bring(digest, tenant):
             # A step waits for the copies before it; that may delay whoever asked, and nobody else.
             if self._idle or digest not in self._landing:
                 return True
             if not self._pages.references(digest):
                 self._keep(digest)
             return False
-        copy = self._tiers.want(digest)
+        copy = self._tiers.want(digest, tenant)
         may_claim = may_claim and (claim is None or (claim.digest == digest and not claim.suffices))
         if copy is not None and may_claim and self._placements_left:
             self._claim = make_claim(self._pages, digest, copy, leaving(), step=self._step, before=claim)
@@ -301,12 +301,14 @@ class AdapterGate:
 
     # ---- placing ------------------------------------------------------------------------------------
 
-    def _bring(self, digest: bytes) -> bool:
+    def _bring(self, digest: bytes, tenant: str = "") -> bool:
         """Puts an adapter on the device if it is not there and nothing stands in the way."""
         if self._pages.resident(digest) is not None:
             return True
         claim = self._claim
-        copy = claim.copy if claim is not None and claim.digest == digest else self._tiers.want(digest)
+        copy = (
+            claim.copy if claim is not None and claim.digest == digest else self._tiers.want(digest, tenant)
+        )
         if copy is None or not self._placements_left:
             return False
         if claim is not None and claim.digest != digest:

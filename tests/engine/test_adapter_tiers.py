@@ -127,6 +127,36 @@ def test_what_the_system_says_of_a_path_stays_in_the_log(
     assert "/srv/store/secret" in caplog.text
 
 
+def test_reads_that_hang_keep_no_other_tenant_from_its_own(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers]
+) -> None:
+    """A tenant's share falls as others come, and nobody's falls to nothing."""
+    release = threading.Event()
+
+    def read(digest: bytes) -> FakeAdapter:
+        if digest in hanging:
+            release.wait(20)
+        return store.read(digest)
+
+    tiers = make_tiers(host_bytes=10_000, read=read)
+    names = [f"{tenant}{number}" for tenant in "abcdef" for number in range(2 * MAX_LOADS)]
+    hanging = {store.add(name) for name in names}
+    for name in names:
+        tiers.want(digest_of(name), name[0])
+    tiers.check()
+    under_way = tiers.loading()
+    counts = [sum(digest_of(name) in under_way for name in names if name[0] == tenant) for tenant in "abcdef"]
+    assert counts == [MAX_LOADS, 3, 2, 1, 1, 1] and sum(counts) < NUM_LOAD_THREADS
+    mine = [store.add(f"mine{number}") for number in range(5)]
+    for digest in mine:
+        tiers.want(digest, "mine")
+        poll_until(tiers, 1)
+    release.set()
+    wait_until_read(tiers)
+    assert set(tiers.held()) == {*under_way, *mine}
+    assert tiers.want(digest_of("a11"), "a") is None and tiers.is_loading, "all places are free again"
+
+
 def test_only_so_many_loads_are_under_way(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:
     tiers = make_tiers()
     digests = [store.add(f"a{number}") for number in range(MAX_LOADS + 1)]
@@ -159,17 +189,20 @@ def test_a_load_that_has_not_begun_can_be_dropped(
         release.wait(5)
         return store.read(digest)
 
-    tiers = make_tiers(read=slow_read)
-    digests = [store.add(f"a{number}") for number in range(MAX_LOADS)]
+    tiers = make_tiers(host_bytes=10_000, read=slow_read)
+    digests = [store.add(f"a{number}") for number in range(NUM_LOAD_THREADS + 2)]
     for digest in digests:
-        tiers.want(digest)
+        tiers.want(digest, f"tenant of {digest!r}")
     for _ in range(NUM_LOAD_THREADS):
         begun.acquire()
     for digest in digests:
         tiers.cancel(digest)
     assert tiers.loading() == digests[:NUM_LOAD_THREADS], "what is being read goes on"
-    assert tiers.counters.loads_cancelled == MAX_LOADS - NUM_LOAD_THREADS
-    assert tiers.want(digests[-1]) is None and tiers.is_loading_one(digests[-1]), "it can be wanted again"
+    assert tiers.counters.loads_cancelled == 2
+    tiers.check()
+    assert tiers.want(digests[-1], "new") is None and tiers.is_loading_one(digests[-1]), (
+        "it can be wanted again"
+    )
     release.set()
     wait_until_read(tiers)
     assert set(tiers.held()) == {*digests[:NUM_LOAD_THREADS], digests[-1]}

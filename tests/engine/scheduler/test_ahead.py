@@ -51,21 +51,26 @@ def held_reads(engine: Engine) -> tuple[threading.Event, list[bytes]]:
 def test_a_load_whose_last_request_has_gone_is_dropped_if_it_has_not_begun() -> None:
     engine = make_engine()
     released, begun = held_reads(engine)
-    for number in range(MAX_LOADS):
+    count = NUM_LOAD_THREADS + 1
+    for number in range(count):
         engine.store.add(f"a{number}")
         for choice in range(2):
-            engine.scheduler.add(make_request(5, request_id=2 * number + choice, adapter=f"a{number}"))
+            name = f"a{number}"
+            request = make_request(
+                5, request_id=2 * number + choice, adapter=name, tenant=f"tenant of {name}"
+            )
+            engine.scheduler.add(request)
     while len(begun) < NUM_LOAD_THREADS:
         engine.wait_for_loads()
-    last = digest_of(f"a{MAX_LOADS - 1}")
-    engine.scheduler.abort("link", 2 * MAX_LOADS - 1)
+    last = digest_of(f"a{count - 1}")
+    engine.scheduler.abort("link", 2 * count - 1)
     engine.step()
     assert engine.tiers.is_loading_one(last), "one request waits for it yet"
-    engine.scheduler.abort("link", 2 * MAX_LOADS - 2)
+    engine.scheduler.abort("link", 2 * count - 2)
     engine.scheduler.abort_link("another")
     engine.step()
     assert not engine.tiers.is_loading_one(last) and engine.tiers.counters.loads_cancelled == 1
-    for number in range(2 * MAX_LOADS):
+    for number in range(2 * count):
         engine.scheduler.abort("link", number)
     engine.step()
     assert engine.tiers.loading() == begun, "what is being read is read to its end"
