@@ -270,6 +270,7 @@ class Lives:
         else:
             self._detach(seq)
         seq.set_status(Status.FINISHED, reason.name)
+        seq.search = None  # the sequences of a search would be a cycle, for the collector to find
         self.roster.strike(seq)
         if not self.roster.num_of_tenant(seq.request.tenant):
             self._left_last = (seq.request.tenant, self._clock())
