@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 import orjson
@@ -74,25 +75,32 @@ class ChatFormat:
         include_reasoning: bool,
     ) -> None:
         self._head = head("chatcmpl", "chat.completion", model)
-        self._chunk_head = self._head | {"object": "chat.completion.chunk"}
         self._choices = choices
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._reasoning = include_reasoning
         parsers = [plan.parser() for _ in range(choices)]
         self._calls = [CallReader(parser) for parser in parsers if parser is not None]  # none, or all
-        # A stream that ends with usage says `null` before. The text is put between two parts made once.
+        # A stream that ends with usage says `null` before.
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
-        self._before = [self._text_chunk_start(index) for index in range(choices)]
-        self._after = (
-            b'},"logprobs":null,"finish_reason":null}]'
-            + (b',"usage":null' if include_usage else b"")
-            + b"}\n\n"
-        )
 
-    def _text_chunk_start(self, index: int) -> bytes:
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head | {"object": "chat.completion.chunk"}
+
+    @cached_property
+    def _before(self) -> list[bytes]:
+        """By choice, what goes before the text of a chunk that has nothing else."""
         start = orjson.dumps(self._chunk_head)[:-1]
-        return b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (start, index)
+        return [
+            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (start, index)
+            for index in range(self._choices)
+        ]
+
+    @cached_property
+    def _after(self) -> bytes:
+        usage = b',"usage":null' if self._tail else b""
+        return b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def opening(self, usage: Usage) -> bytes:
         """See AnswerFormat: the role, for each choice."""
