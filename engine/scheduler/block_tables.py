@@ -118,7 +118,8 @@ class BlockTables:
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """Gives a beam the table of another, all of which is computed: it shares every block, the last,
-        partial one too, which is copied by whoever writes to it. What it held is given back.
+        partial one too, which is copied by whoever writes to it. What it held is given back, and the table
+        that plans may name stays as it was.
         """
         held, child.block_ids = child.block_ids, list(parent.block_ids)
         self._pool.acquire(child.block_ids)

@@ -183,6 +183,8 @@ class FakeRunner:
     slots: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """By slot: what the context was before its token, and what it is with it."""
     pages: dict[int, FakeAdapter] = field(default_factory=dict)
+    planned: list[tuple[Sequence[int], list[int]]] = field(default_factory=list)
+    """The block tables of the step before, and what they were then."""
     ends: dict[int, int] = field(default_factory=dict)
     """By the first page of an adapter that has some: bytes outside the pages."""
 
@@ -219,6 +221,9 @@ class FakeRunner:
         """Queues a plan as it is now: block tables grow afterwards."""
         self.num_steps += 1
         self.before(plan)
+        for table, before in self.planned:
+            assert list(table[: len(before)]) == before, "a table that was planned with may only grow"
+        self.planned = [(row.block_ids, list(row.block_ids)) for row in plan.rows]
         rows = tuple(replace(row, block_ids=tuple(row.block_ids)) for row in plan.rows)
         pending = PendingResult(self)
         self.queue.append(lambda: pending.fill(self._compute(replace(plan, rows=rows))))
