@@ -30,7 +30,7 @@ _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 """How ByteLevel cuts unless it is told not to: GPT-2's way."""
 _ASCII_OF = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
 _PARTS = re.compile(r"\\p\{\w+\}|\\.|\[|\]|[^\\\[\]]+", re.DOTALL)
-_BEYOND_RE = re.compile(r"\\[pPhHRXKGZ]|\[\[|\[:|&&|\((?!\?)|(?<!\[)\^|\$")
+_BEYOND_RE = re.compile(r"\\[pPhHRXKGZ]|\[:|&&|\((?!\?)|(?<!\[)\^|\$")
 """What a pattern may hold that Python's `re` does not know, or takes for something else."""
 _LEAVE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalizers that do not change ASCII."""
@@ -186,6 +186,8 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         if part in _ASCII_OF:
             part = _ASCII_OF[part] if in_class else f"[{_ASCII_OF[part]}]"
         elif part in ("[", "]"):
+            if in_class and part == "[":
+                return None  # a class in a class
             in_class = part == "["
         translated += part
     if _BEYOND_RE.search(translated):
