@@ -217,6 +217,8 @@ class EngineLink:
             if placement := placements.get(vector.request_id):
                 placement.receiver.on_vector(placement.choices[0], vector.values)
         tokens, logprobs, first = list(message.tokens), message.logprobs, 0
+        if len(tokens) != len(message.choices) or len(logprobs) not in (0, len(tokens)):
+            raise ValueError("the columns of a message differ in length")
         for (request_id, wire_choice), last in _runs(message):
             placement = placements.get(request_id)
             if placement is not None and wire_choice in placement.open:
