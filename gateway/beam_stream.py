@@ -75,7 +75,7 @@ class BeamStream(EngineStream):
         """See EngineStream; all submits have `beams`."""
         super().__init__(submits, **options)
         self._told = False
-        self._failed: int | None = None  # the first choice that has
+        self._failed: Delta | None = None  # the end of the first choice that has
         self._spent = Counter[int]()  # by prompt: tokens, on the engine that has it now
         self._booked: dict[int, int] = {}  # the most that this was on any engine
 
@@ -89,7 +89,7 @@ class BeamStream(EngineStream):
         while not (self._closed or self._failed is not None or all(each.ended for each in self._choices)):
             await self._advance()
         if self._failed is not None and not self._closed:
-            return [self._deltas[self._failed]]
+            return [self._failed]
         choices = await super().next()
         if choices:
             choices[0].dropped = self.unread - sum(len(choice.tokens) for choice in choices)
@@ -106,7 +106,7 @@ class BeamStream(EngineStream):
         """See Receiver."""
         super().on_finished(choice, finished)
         if finished.reason not in (*_GOOD_ENDS, FinishReason.FINISH_REASON_REFUSED):
-            self._failed = choice if self._failed is None else self._failed
+            self._failed = self._failed or self._deltas[choice]
         self._wake()
 
     def on_lost(self, choices: Sequence[int]) -> None:
