@@ -16,7 +16,7 @@ from engine.constraints import Grammars, make_grammars
 from engine.host_memory import available_ram
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
-from engine.model.adapter_reading import read_adapter, reserve_host_memory
+from engine.model.adapter_reading import read_adapter, read_as_stored, reserve_host_memory
 from engine.model.adapter_rehearsal import rehearse_packing
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
@@ -81,7 +81,9 @@ def assemble(settings: EngineSettings) -> Core:
     def read(digest: bytes) -> HostAdapter:
         try:
             with store.reading(digest) as folder, readers:
-                return read_adapter(folder, model.network, pin=device == "cuda")
+                if device == "cuda":
+                    return read_adapter(folder, model.network, pin=True)
+                return read_as_stored(folder, model.network)
         finally:
             release_threads()
 

@@ -44,7 +44,7 @@ _SIGNATURES = {
     "paged_attention": [_P] * 7 + [_L] * 7 + [_F, _I],
     "lora": [_P] * 11 + [_L] * 6 + [_I],
     "lora_vectors": [_P] * 4 + [_L] * 2 + [_I],
-    "pack": [_P] * 2 + [_L] + [_P],
+    "pack": [_P] * 2 + [_L] + [_P] + [_I],
     "sample": [_P] * 7 + [_L] * 2 + [_P] * 8 + [_L] + [_P] * 2 + [_L] * 2 + [_P] * 5 + [_I],
 }
 _RETURN_STATUS = ("paged_attention", "sample")

@@ -47,20 +47,27 @@ def copies_array(copies: Sequence[MatrixCopy]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(names))
 
 
+TARGET_FIELD = [field.name for field in fields(MatrixCopy)].index("target")
+"""The column of `copies_array` that says where a copy goes."""
+
+
 def prepare(dtype: torch.dtype) -> None:
     """Have `pack` to this dtype compiled now, which may take seconds, and not by the first call of it."""
     native.compiled(dtype)
 
 
-def pack(sources: Sequence[torch.Tensor], copies: np.ndarray, target: torch.Tensor) -> None:
+def pack(
+    sources: Sequence[torch.Tensor], copies: np.ndarray, target: torch.Tensor, *, num_threads: int = 1
+) -> None:
     """Write the copies into ``target``, converted to its dtype. Nothing else of it is touched.
 
-    Where there are compiled kernels, the interpreter's lock is free meanwhile, and no other thread is used.
+    Where there are compiled kernels, the interpreter's lock is free meanwhile.
 
     Args:
         sources: uint8, on the CPU: the files' bytes.
         copies: of `copies_array`; all within the sources and the target.
         target: contiguous, on the CPU.
+        num_threads: with one, no thread is used but the caller's.
     """
     kernels = native.compiled(target.dtype)
     if kernels is None:
@@ -68,7 +75,7 @@ def pack(sources: Sequence[torch.Tensor], copies: np.ndarray, target: torch.Tens
             _copy_matrix(sources, MatrixCopy(*row), target)
         return
     files = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
-    kernels.pack(files, copies.ctypes.data, len(copies), target.data_ptr())
+    kernels.pack(files, copies.ctypes.data, len(copies), target.data_ptr(), num_threads)
 
 
 def _copy_matrix(sources: Sequence[torch.Tensor], copy: MatrixCopy, target: torch.Tensor) -> None:

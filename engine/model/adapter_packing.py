@@ -64,6 +64,8 @@ class PackingPlan:
         scales: float32, the block's.
         vectors: groups with biases or magnitudes. A B with a magnitude changes, so it is not in
             ``copies``.
+        has_gaps: some projection has fewer ranks than the largest, so there are rank rows that are read
+            though no copy fills them: they must be zero.
     """
 
     layout: AdapterLayout
@@ -73,6 +75,19 @@ class PackingPlan:
     copies: np.ndarray
     scales: torch.Tensor
     vectors: tuple[GroupUpdates, ...]
+    has_gaps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """An adapter's weights as its files have them, in host memory.
+
+    Attributes:
+        contents: uint8, all bytes of each of the plan's files.
+    """
+
+    plan: PackingPlan
+    contents: tuple[torch.Tensor, ...]
 
 
 def packing_plan(
@@ -115,6 +130,7 @@ def _make_plan(
         copies_array(copies),
         block.scales.clone(),
         tuple(group for group in grouped if group.has_vectors),
+        any(update.rank != rank for update in layout.linear.values()),
     )
 
 

@@ -12,7 +12,8 @@ import torch
 from adapters.layout import LowRank
 from adapters.reader import read_config
 from adapters.weight_files import read_headers
-from engine.model.adapter_packing import GroupUpdates, packing_plan
+from engine.model import huge_pages
+from engine.model.adapter_packing import GroupUpdates, PackingPlan, StoredWeights, packing_plan
 from engine.model.adapter_tensors import AdapterTensors
 from engine.model.adapter_weights import GroupWeights, HostAdapter, HostBlock, pages_of_rank
 from engine.model.dora import row_gains
@@ -47,11 +48,43 @@ def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter
     with _own_stream(network.device):
         for group in plan.vectors:
             _fill_vectors(block.groups[group.group], group, network, tensors)
-        if layout.has_ends or layout.vocab_size != config.vocab_size:
+        if _has_ends(plan, network):
             reader = EndsReader(network.embedding_weight(), network.lm_head_weight(), pin=pin)
             ends = reader.read(layout, tensors)
     nbytes = block.nbytes + (0 if ends is None else ends.nbytes)
     return HostAdapter(plan.rank, plan.num_pages, nbytes, block.groups, layout.has_vectors, ends)
+
+
+def read_as_stored(folder: Path, network: LlamaModel) -> HostAdapter:
+    """Read a validated adapter for a model on a CPU.
+
+    Where nothing is computed from its weights, they stay as the files have them: to lay them out in the rank
+    pages is little more than the copy from host memory would be. Else as `read_adapter`, which says more.
+    """
+    headers = read_headers(folder)
+    plan = packing_plan(read_config(folder), headers, network.config, network.dtype)
+    if plan.vectors or _has_ends(plan, network):
+        return read_adapter(folder, network, pin=False)
+    contents = tuple(_content(folder / name, header.file_size) for name, header in headers.files)
+    nbytes = sum(huge_pages.taken_for(len(content)) for content in contents)
+    return HostAdapter(plan.rank, plan.num_pages, nbytes, {}, stored=StoredWeights(plan, contents))
+
+
+def _has_ends(plan: PackingPlan, network: LlamaModel) -> bool:
+    return plan.layout.has_ends or plan.layout.vocab_size != network.config.vocab_size
+
+
+def _content(path: Path, size: int) -> torch.Tensor:
+    """The bytes of a file that has so many. Raises EOFError if it has become shorter."""
+    content = huge_pages.empty(size)
+    with path.open("rb", buffering=0) as file:
+        left = content.numpy().data
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise EOFError(f"{path.name} became shorter while it was read")
+            left = left[count:]
+    return content
 
 
 def reserve_host_memory(network: LlamaModel, *, nbytes: int, max_rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from engine.model import huge_pages
 from engine.model.adapter_ends import AdapterEnds
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from kernels.plans import RANK_PAGE
+
+if TYPE_CHECKING:
+    from engine.model.adapter_packing import StoredWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,7 @@ class HostBlock:
     @classmethod
     def empty(cls, num_pages: int, config: ModelConfig, dtype: torch.dtype, *, pin: bool) -> HostBlock:
         """All zero; ``pin`` for page-locked memory."""
-        head = (config.num_layers, num_pages)
-        shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
-        for group, projections in PROJECTION_GROUPS.items():
-            width, out = config.group_in(group), config.group_splits(group)[-1]
-            shapes[group] = (
-                (*head, len(projections), RANK_PAGE, width),
-                (*head, RANK_PAGE, out),
-                (*head, len(projections)),
-            )
+        shapes = page_shapes(num_pages, config)
         sides = [shape for a, b, _ in shapes.values() for shape in (a, b)]
         weights_bytes = sum(map(math.prod, sides)) * dtype.itemsize
         nbytes = weights_bytes + sum(math.prod(s) for _, _, s in shapes.values()) * torch.float32.itemsize
@@ -67,14 +63,28 @@ class HostBlock:
         scales = block[weights_bytes:nbytes].view(torch.float32)
         of_groups = zip(
             shapes,
-            *[iter(_cut(weights, sides))] * 2,
-            _cut(scales, [own for _, _, own in shapes.values()]),
+            *[iter(cut(weights, sides))] * 2,
+            cut(scales, [own for _, _, own in shapes.values()]),
             strict=True,
         )
         return cls(weights, scales, {group: GroupWeights(a, b, own) for group, a, b, own in of_groups}, taken)
 
 
-def _cut(flat: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+def page_shapes(num_pages: int, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """By group, the shapes of `GroupWeights` in so many pages."""
+    head = (config.num_layers, num_pages)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for group, projections in PROJECTION_GROUPS.items():
+        width, out = config.group_in(group), config.group_splits(group)[-1]
+        shapes[group] = (
+            (*head, len(projections), RANK_PAGE, width),
+            (*head, RANK_PAGE, out),
+            (*head, len(projections)),
+        )
+    return shapes
+
+
+def cut(flat: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
     """Tensors of these shapes, one behind the other."""
     tensors, start = [], 0
     for shape in shapes:
@@ -91,7 +101,8 @@ class HostAdapter:
     Attributes:
         rank: the largest of its projections', and at least 1: every adapter has a page.
         num_pages: what ``groups`` fill.
-        nbytes: of ``groups`` and ``ends``.
+        nbytes: of all that follows.
+        groups: laid out for the pages; empty where ``stored`` is there in their place.
         has_vectors: the last page has vectors above its ranks (``kernels.plans.LoraPool``).
         ends: what it changes outside the decoder layers, if anything.
     """
@@ -102,6 +113,7 @@ class HostAdapter:
     groups: dict[str, GroupWeights]
     has_vectors: bool = False
     ends: AdapterEnds | None = None
+    stored: StoredWeights | None = None
 
     @property
     def ends_bytes(self) -> int:

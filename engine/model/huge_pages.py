@@ -2,7 +2,7 @@
 
 A processor looks each page up before it reads there, on a virtual machine twice: with pages of 4 KiB one core
 read 24 GB/s here, with huge ones 47. Memory new from the system is dear as well: an adapter's ten megabytes
-cost 2 to 25 ms, most where the system must ask its own host for them; laying the adapter out costs three.
+cost 2 to 27 ms, most where the system must ask its own host for them; laying the adapter out costs three.
 So a few pieces that were given back are kept for who comes next; to zero one takes 0.4 ms.
 """
 
@@ -36,24 +36,32 @@ def zeros(nbytes: int) -> torch.Tensor:
 
     May be called in any thread. Given back when the last tensor on them goes.
     """
-    if nbytes < _HUGE:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-    memory = _spare_piece(taken_for(nbytes)) or _new_piece(taken_for(nbytes))
+    return torch.zeros(nbytes, dtype=torch.uint8) if nbytes < _HUGE else _piece(nbytes, zero=True)
+
+
+def empty(nbytes: int) -> torch.Tensor:
+    """Like `zeros`, but of any content."""
+    return torch.empty(nbytes, dtype=torch.uint8) if nbytes < _HUGE else _piece(nbytes, zero=False)
+
+
+def _piece(nbytes: int, *, zero: bool) -> torch.Tensor:
+    memory = _spare_piece(taken_for(nbytes), zero=zero) or _new_piece(taken_for(nbytes))
     piece = np.frombuffer(memory, dtype=np.uint8)
     weakref.finalize(piece, _give_back, memory).atexit = False
     return torch.from_numpy(piece)[:nbytes]
 
 
-def _spare_piece(nbytes: int) -> mmap.mmap | None:
-    """One of this size that was given back, zero again."""
+def _spare_piece(nbytes: int, *, zero: bool) -> mmap.mmap | None:
+    """One of this size that was given back; ``zero`` again, if it is to be."""
     for _ in range(len(_spare)):
         try:
             memory = _spare.popleft()
         except IndexError:  # another thread was faster
             return None
         if len(memory) == nbytes:
-            # Not torch's zero_: its threads, started from this one, would wait beside those of the steps.
-            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, nbytes)
+            if zero:
+                # Not torch's zero_: its threads, started from this one, would wait beside those of the steps.
+                ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, nbytes)
             return memory
         _spare.append(memory)
     return None

@@ -127,9 +127,11 @@ ALWAYS_INLINE void copy(const char *source, const Copy *c, long dtype, long size
         copy_columns(source, c, dtype, size, target);
 }
 
-/* Either step of a source must be 1. Runs in the calling thread alone. */
-void pack(const char *const *files, const Copy *copies, long num_copies, element *target) {
-    for (const Copy *c = copies; c < copies + num_copies; c++) {
+/* Either step of a source must be 1. With one thread it runs in the calling one alone. */
+void pack(const char *const *files, const Copy *copies, long num_copies, element *target, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long i = 0; i < num_copies; i++) {
+        const Copy *c = copies + i;
         const char *source = files[c->file] + c->offset;
         switch (c->dtype) {
             case FLOAT32: copy(source, c, FLOAT32, 4, target + c->target); break;

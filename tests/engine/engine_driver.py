@@ -14,7 +14,7 @@ import numpy as np
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool, root_hash
 from engine.launched_step import LaunchedStep
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_as_stored
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel
 from engine.rank_pages import RankPages
@@ -66,7 +66,7 @@ class EngineDriver:
         self._most_under_way = 1 if overlap else 0
 
         def read(digest: bytes) -> HostAdapter:
-            return read_adapter(folders[digest.decode()], model.network, pin=False)
+            return read_as_stored(folders[digest.decode()], model.network)
 
         self._tiers = AdapterTiers(
             read,

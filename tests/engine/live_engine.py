@@ -18,7 +18,7 @@ from engine.adapter_status import Residency
 from engine.adapter_tiers import AdapterTiers
 from engine.beams import BeamOptions
 from engine.block_pool import BlockPool, root_hash
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_as_stored
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel
 from engine.rank_pages import RankPages
@@ -109,7 +109,7 @@ class LiveEngine:
         self.before_read()
         try:
             with self.cache.reading(digest) as folder:
-                return read_adapter(folder, self._model.network, pin=False)
+                return read_as_stored(folder, self._model.network)
         finally:
             release_threads()
 

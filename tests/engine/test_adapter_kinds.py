@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_adapter, read_as_stored
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
@@ -88,7 +88,7 @@ def place(
     runner: Runner, model: LoadedModel, folder: Path, pages: tuple[int, ...], number: int
 ) -> StepAdapter:
     """Write an adapter into the first of ``pages``, as many as it takes."""
-    weights = read_adapter(folder, model.network, pin=False)
+    weights = read_as_stored(folder, model.network)
     own = pages[: weights.num_pages]
     runner.write_adapter(own, weights)
     return StepAdapter(

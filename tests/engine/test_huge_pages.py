@@ -31,6 +31,16 @@ def test_what_is_given_back_is_given_out_again_and_zero() -> None:
     assert again.numel() == SIZES[1] and not again.any()
 
 
+def test_empty_ones_are_given_out_as_they_are() -> None:
+    first = huge_pages.zeros(SIZES[0]).fill_(7)
+    address = first.data_ptr()
+    del first
+    again = huge_pages.empty(SIZES[0])
+    assert again.data_ptr() == address and (again == 7).all()
+    del again
+    assert not huge_pages.zeros(SIZES[0]).any()
+
+
 def test_few_are_kept() -> None:
     pieces = [huge_pages.zeros(SIZES[2]) for _ in range(9)]
     del pieces

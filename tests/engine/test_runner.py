@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_as_stored
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.scheduler import SchedulerLimits
@@ -54,8 +54,12 @@ def make_runner(model: LoadedModel) -> Runner:
 def place(
     runner: Runner, model: LoadedModel, folder: Path, pages: tuple[int, ...], adapter_id: int
 ) -> StepAdapter:
-    adapter = read_adapter(folder, model.network, pin=False)
+    """Puts an adapter into pages that are full of NaN: of what it does not fill, nothing may be read."""
+    adapter = read_as_stored(folder, model.network)
     assert adapter.num_pages == len(pages)
+    for pools in runner._adapters.layers:
+        for pool in pools:
+            pool.a[list(pages)] = pool.b[list(pages)] = float("nan")
     runner.write_adapter(pages, adapter)
     return StepAdapter(adapter_id, pages, adapter.rank)
 

@@ -19,14 +19,16 @@ from adapters.peft_config import LoraConfig
 from adapters.reader import read_config
 from adapters.safetensors_header import RawHeader
 from adapters.weight_files import RawHeaders, read_headers
+from engine.model import adapter_reading
 from engine.model.adapter_packing import PackingPlan, packing_plan
-from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_reading import read_adapter, read_as_stored
 from engine.model.adapter_rehearsal import rehearse_packing
 from engine.model.adapter_weights import HostAdapter
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from engine.model.llama import LlamaModel
 from engine.model.loading import load_model
 from engine.model.lora_pool import RankPagePool, rank_page_bytes
+from kernels import native
 from tests.model_zoo import save_adapter, save_tiny_model
 
 PARENTS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
@@ -168,6 +170,62 @@ def test_the_rehearsed_plan_is_that_of_an_adapter_from_peft(
     assert made_up.layout.linear.keys() == real.layout.linear.keys()
     assert torch.equal(made_up.scales, real.scales)
     assert made_up.copies.shape == real.copies.shape
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("rank", "options"),
+    [(8, {}), (16, {}), (40, {"rank_pattern": {"k_proj": 3}}), (3, {"rank_pattern": {"o_proj": 20}})],
+)
+def test_files_laid_out_in_pages_fill_all_rows_that_are_read_and_no_other_page(
+    base: tuple[PreTrainedModel, LlamaModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    options: dict[str, Any],
+    compiled: bool,
+) -> None:
+    """Beside what is there already: NaN, which no product may meet."""
+    model, network = base
+    if not compiled:
+        monkeypatch.setattr(native, "compiled", lambda dtype: None)
+    targets = ("k_proj", "o_proj", "down_proj")
+    folder = save_adapter(model, tmp_path / "adapter", rank=rank, targets=targets, seed=1, **options)
+    stored, laid_out = read_as_stored(folder, network), read_adapter(folder, network, pin=False)
+    pool = RankPagePool(network.config, 5, torch.float32, torch.device("cpu"))
+    pages = (3, 0, 2)[: stored.num_pages]
+    for lora in (lora for layer in pool.layers for lora in layer):
+        lora.a[:4] = lora.b[:4] = lora.scales[:4] = float("nan")
+    pool.write(pages, stored)
+    assert (stored.rank, stored.num_pages) == (laid_out.rank, laid_out.num_pages)
+    others = sorted({0, 1, 2, 3} - set(pages))
+    for i, layer in enumerate(pool.layers):
+        for group, lora in layer._asdict().items():
+            expected, splits = laid_out.groups[group], network.config.group_splits(group)
+            assert (
+                lora.a[4].count_nonzero() == lora.b[4].count_nonzero() == lora.scales[4].count_nonzero() == 0
+            )
+            assert lora.a[others].isnan().all() and lora.b[others].isnan().all()
+            for index, page in enumerate(pages):
+                assert torch.equal(lora.scales[page], expected.scales[i, index])
+                live = min(16, stored.rank - 16 * index)
+                for m in lora.scales[page].nonzero().flatten().tolist():
+                    columns = slice(splits[m], splits[m + 1])
+                    assert torch.equal(lora.a[page, m, :live], expected.a[i, index, m, :live])
+                    assert torch.equal(lora.b[page, :live, columns], expected.b[i, index, :live, columns])
+
+
+def test_a_file_that_has_become_shorter_is_no_adapter(
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, network = base
+    folder = save_adapter(model, tmp_path / "adapter", rank=4, targets=("o_proj",), seed=1)
+    headers = read_headers(folder)
+    monkeypatch.setattr(adapter_reading, "read_headers", lambda folder: headers)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(EOFError, match="shorter"):
+        read_as_stored(folder, network)
 
 
 def test_writing_overwrites_the_whole_page_and_no_other(
