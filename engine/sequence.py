@@ -146,7 +146,7 @@ class Sequence:
         num_unseen: tokens drawn by steps that are under way, and thus not in ``tokens`` yet.
         num_published: blocks of the table that the prefix map knows, or could.
         num_given: tokens that came with the request.
-        num_at_start: how many there were when it was admitted last.
+        num_at_start: how many there were when it was admitted last, or its search last spread.
         num_charged: of these, how many the tenant has paid for, or got from the cache.
         num_scored: of the prompt's tokens, those whose logprobs have been told; the first has none.
         siblings: attached sequences that start from this one's prompt.

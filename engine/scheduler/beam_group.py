@@ -42,11 +42,14 @@ class BeamGroup:
         return self.search.beams[0].length > 0
 
     def spread(self) -> None:
-        """Each seat gets a beam; their tables have been made from the first's."""
+        """Each seat gets a beam; their tables have been made from the first's. What a beam has beyond that is
+        known, and no part of the turn that begins.
+        """
         self.running = self.seats
         self.beams_of = dict(zip(self.seats, self.search.beams, strict=True))
         for seat, beam in self.beams_of.items():
             seat.tokens[seat.num_prompt :] = beam.tokens
+            seat.num_at_start = len(seat.tokens)
 
     def gather(self) -> None:
         """The seats have given back what they held: the first leads again, from what all beams begin with."""

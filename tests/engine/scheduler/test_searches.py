@@ -9,6 +9,7 @@ from builders import Engine, digest_of, expected_answers, expected_output, make_
 
 from engine.beams import EarlyStopping
 from engine.scheduler.block_tables import BlockTables
+from engine.scheduler.turns import LEAST_TURN
 from engine.sequence import Request, Sequence
 from engine.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
@@ -68,8 +69,8 @@ def test_a_search_for_one_token_ends_with_its_prompt() -> None:
 class ByHand:
     """A search whose candidates a test makes up, step by step, by what goes on from which beam."""
 
-    def __init__(self, request: Request, num_blocks: int = 64) -> None:
-        self.engine = make_engine(num_blocks=num_blocks)
+    def __init__(self, request: Request, num_blocks: int = 64, max_num_seqs: int = 8) -> None:
+        self.engine = make_engine(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         self.scheduler = self.engine.scheduler
         self.scheduler.add(request)
         self.plan = self.scheduler.schedule()
@@ -86,7 +87,9 @@ class ByHand:
         """Lets the beam of each row have so many children, by the place of its row. Plans the next step."""
         rows = []
         for place, row in enumerate(self.plan.rows):
-            assert row.sampling is not None and row.sampling.logprobs is not None
+            if row.sampling is None:
+                continue
+            assert row.sampling.logprobs is not None
             tops = [-0.001 * (1 + i) - place / 1e5 for i in range(children.get(place, 0))]
             tops += [-50.0 - i for i in range(row.sampling.logprobs - len(tops))]
             top = TokenLogprobs(0.0, tuple(range(100, 100 + len(tops))), tuple(tops))
@@ -332,6 +335,32 @@ def test_a_tenants_only_search_is_not_made_to_yield_seat_by_seat() -> None:
     assert engine.scheduler.figures()["seat_yields"] == 0
     assert [number for _, number, choice in engine.finished if choice == 0] == [1, 2]
     engine.close()
+
+
+def test_what_a_search_computes_again_is_no_part_of_its_turn() -> None:
+    """Else a search whose beams parted long ago would never get on, while others keep coming."""
+    one_each = dict.fromkeys(range(WIDTH), 1)
+    by_hand = ByHand(make_search(20, max_tokens=80, tenant="searcher"), max_num_seqs=WIDTH)
+    by_hand.step({0: WIDTH})
+    for _ in range(LEAST_TURN + 8):
+        by_hand.step(one_each)
+    scheduler = by_hand.scheduler
+    scheduler.add(make_request(5, request_id=2, tenant="second", max_tokens=1, logprobs=0))
+    by_hand.step(one_each)
+    while len(by_hand.seats) < WIDTH:
+        by_hand.step({})
+    assert scheduler.figures()["seat_yields"] == 1
+    scheduler.add(make_request(5, request_id=3, tenant="third", max_tokens=1, logprobs=0))
+    first, length = by_hand.seats[0], 0
+    before = len(first.tokens)
+    while len(by_hand.seats) == WIDTH:
+        length = len(first.tokens)
+        by_hand.step(one_each)
+    assert length - before >= LEAST_TURN - 1, "so long it has been one"
+    scheduler.abort("link", 1)
+    scheduler.abort("link", 3)
+    by_hand.engine.check_all_free()
+    by_hand.engine.close()
 
 
 def test_a_tenants_second_search_makes_room_whole() -> None:
