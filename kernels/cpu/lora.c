@@ -5,6 +5,7 @@
  */
 #include <omp.h>
 
+#include "shares.h"
 #include "vector.h"
 
 enum {
@@ -52,37 +53,6 @@ ALWAYS_INLINE float *shrunk_row(const Problem *p, long entry, long page, long pr
 
 ALWAYS_INLINE long num_rows(const Problem *p, long segment) {
     return p->segment_starts[segment + 1] - p->segment_starts[segment];
-}
-
-ALWAYS_INLINE long parts(long n, long size) { return (n + size - 1) / size; }
-
-/* Tiles of one cost, side by side in memory. */
-typedef struct {
-    long count, cost;
-} Run;
-
-typedef struct {
-    long first, last;
-} Range;
-
-/* Of the tiles of all runs, in order, those that begin in one thread's part of the whole cost. So each thread reads
- * long stretches of memory, and hardly writes beside another: a core fetches ahead what lies behind its own. */
-typedef struct {
-    long first, last, at;
-} Share;
-
-ALWAYS_INLINE long cost_of(Run run) { return run.count * run.cost; }
-
-ALWAYS_INLINE Share share_of(long total, long thread, long threads) {
-    return (Share){total * thread / threads, total * (thread + 1) / threads, 0};
-}
-
-/* The share's tiles of the next run. */
-ALWAYS_INLINE Range take(Share *share, Run run) {
-    long first = share->first - share->at, last = share->last - share->at;
-    share->at += cost_of(run);
-    if (run.count == 0 || last <= 0 || first >= cost_of(run)) return (Range){0, 0};
-    return (Range){first <= 0 ? 0 : parts(first, run.cost), least(run.count, parts(last, run.cost))};
 }
 
 ALWAYS_INLINE void dot_step(const element **x, int rows, const element **rank, long d, long n, f32x16 *acc) {
