@@ -93,6 +93,7 @@ class EngineStream:
         self._choices = [
             _Choice(submit, number, seed) for number, submit in enumerate(submits) for seed in submit.seeds
         ]
+        self._has_logprobs = submits[0].sampling.HasField("logprobs")
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._vectors: dict[int, bytes] = {}
         self._unplaced = set(range(len(self._choices)))
@@ -171,10 +172,11 @@ class EngineStream:
     # ---- what the link calls ------------------------------------------------------------------------
 
     def on_tokens(self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """See Receiver."""
+        """See Receiver. Logprobs may be there that only others have asked for."""
         delta = self._delta(choice)
         delta.tokens += tokens
-        delta.logprobs += logprobs
+        if self._has_logprobs:
+            delta.logprobs += logprobs
         self._choices[choice].tokens += tokens
 
     def on_prompt_logprobs(self, choice: int, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
