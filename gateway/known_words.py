@@ -62,8 +62,7 @@ class KnownWords:
     ) -> KnownWords | None:
         """Returns them; None where not all of what the tokenizer does to ASCII is known.
 
-        `common` are of `common_words`, or what is `known` of a tokenizer that this one extends; `letters` are
-        as there.
+        `common` are of `common_words`, made with this tokenizer's vocabulary; `letters` are as there.
         """
         separators, pattern = _separators(tokenizer), None
         if separators is None or not _leaves_ascii(tokenizer):

@@ -94,8 +94,13 @@ class ModelTokenizer:
         own.longest_token = max([self.longest_token, *(_size(token) for token in effect.added_tokens)])
         if self._byte_level:
             own._text_bytes = self._extended_bytes(own, effect)
-            own._words = self._words and KnownWords.of(own._tokenizer, self._words.known, _CHAR_OF_BYTE)
+            own._words = self._words and self._extended_words(self._words, own)
         return own
+
+    def _extended_words(self, words: KnownWords, own: ModelTokenizer) -> KnownWords | None:
+        # What was added here need not be added there.
+        common = {word: token for word, token in words.known.items() if word not in self._added}
+        return KnownWords.of(own._tokenizer, common, _CHAR_OF_BYTE)
 
     def _extended_bytes(self, own: ModelTokenizer, effect: TokenizerEffect) -> list[bytes]:
         table = list(self._text_bytes)

@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 
 from gateway.known_words import KnownWords
 from gateway.tokenizer import ModelTokenizer
+from gateway.tokenizer_effect import TokenizerEffect
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -111,3 +112,15 @@ def test_a_word_to_which_no_merges_lead_is_not_known_as_its_token() -> None:
     known = known_of(tokenizer)
     assert known is not None
     assert known.encode("quux") == tokenizer.encode("quux").ids != [1000]
+
+
+def test_what_an_adapters_tokenizer_leaves_out_is_not_known_there() -> None:
+    tokenizer = tokenizer_of(PLAIN, AddedToken("zebra", normalized=False))
+    base = ModelTokenizer.from_files({"tokenizer.json": tokenizer.to_str().encode()})
+    added = json.loads(tokenizer.to_str())["added_tokens"]
+    effect = TokenizerEffect(tuple(token for token in added if token["content"] != "zebra"), None, {}, None)
+    own = base.extended(effect)
+    assert own._words is not None
+    (zebra,) = base.encode("zebra", add_special_tokens=False)
+    tokens = own.encode("zebra", add_special_tokens=False)
+    assert zebra not in tokens and own.text_of(tokens) == "zebra"
