@@ -133,6 +133,7 @@ def test_usage_counts_as_anthropic_does(client: Client, engines: Engines) -> Non
         "messages": QUESTION,
         "tools": [WEATHER],
     }
+    script(engines["hermes"], "No end of words.")
     counted = client.messages.count_tokens(**prompt).input_tokens
     assert not engines["hermes"].submits, "counting asks no engine"
     usage = client.messages.create(**prompt, max_tokens=3).usage
