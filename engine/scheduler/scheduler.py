@@ -185,7 +185,8 @@ class Scheduler:
             if seq is None:
                 continue
             if outcome is not None:
-                seq.num_unseen -= seq.search is None
+                if seq.search is None:
+                    seq.num_unseen -= 1
                 if outcome.error is not None:
                     self._lives.end_spoiled(seq, outcome.error)
                     continue
@@ -334,8 +335,8 @@ class Scheduler:
         step.rows.append(row)
         step.budget -= count
         seq.num_computed += count
-        if row.sampling is not None:
-            seq.num_unseen += seq.search is None  # after a beam nothing is drawn
+        if row.sampling is not None and seq.search is None:  # after a beam nothing is drawn
+            seq.num_unseen += 1
         if seq.num_charged < seq.num_given:
             paid = min(seq.num_computed, seq.num_given)
             if paid > seq.num_charged:
