@@ -61,6 +61,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     _in_head = True
     _head_bytes = 0
+    _ended_one = False
+    """Whether a request has ended in what is being read: the next one's head may have begun behind it."""
     _timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -77,9 +79,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        self._ended_one = False
         super().data_received(data)
         if self._in_head:
-            self._head_bytes += len(data)
+            self._head_bytes += 0 if self._ended_one else len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's headers are larger than {MAX_HEAD_BYTES:,} bytes.")
             elif self._timer is None:  # most come whole, and need none
@@ -98,6 +101,11 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.transport = HeldHead(self.transport, self.loop)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._ended_one = True
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Called where the parser finds no HTTP."""

@@ -155,6 +155,20 @@ def test_headers_that_never_end_are_431_in_bounded_memory(module_client: httpx.C
     assert (status, json.loads(body)["error"]["type"]) == (431, "invalid_request_error")
 
 
+def test_a_head_that_begins_behind_a_body_is_counted_alone(module_client: httpx.Client) -> None:
+    body = b"a" * (http_protocol.MAX_HEAD_BYTES + 1)
+    first = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    second = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    with connect(module_client) as connection:
+        connection.sendall(first + body + second)
+        answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 404"), answer
+        connection.sendall(b"connection: close\r\n\r\n")
+        while more := connection.recv(1 << 16):
+            answer += more
+    assert b"HTTP/1.1 200" in answer
+
+
 def test_headers_that_do_not_come_are_408(
     module_client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
