@@ -22,8 +22,8 @@ pytestmark = pytest.mark.e2e
 MAX_SEQS = 8
 LONG_PROMPT = [7 + index % 1000 for index in range(900)]  # seven steps of prefill
 STEPS_TO_STOP = {"prefill": 6, "decode": 10}
-"""Steps from the disconnect until the engine holds nothing. It takes one once it is told. In the others, none or
-one on a quiet machine, the news passes through a gateway that may have to wait for its turn."""
+"""Steps from the disconnect until the engine holds nothing. It takes one once it is told. In the others the
+news passes through a gateway that may have to wait for its turn; on a quiet machine they are none or few."""
 
 
 class Engine:
