@@ -73,7 +73,9 @@ class Size:
     output_tokens: int = 128
     loads: int = 10_000
     filling: int = 256
-    """Requests that are not counted."""
+    """Requests that are not counted, each for the next adapter."""
+    host_gib: int = 1
+    """Of adapters' copies in the engine's host memory: 1 GiB has some 170, 14 GiB all 2,000."""
 
 
 QUICK = Size(adapters=40, requests=20, rounds=1, output_tokens=32, loads=200, filling=40)
@@ -122,8 +124,12 @@ def upload_adapters(stack: LocalStack, key: str, count: int) -> list[str]:
     return digests
 
 
-async def send(case: Case, size: Size, url: str, key: str, seed: int) -> tuple[serve.Result, float]:
-    """Sends a case's requests, as many at once as the size says. Returns the sums, and what was sustained."""
+async def send(
+    models: Sequence[str], size: Size, url: str, key: str, seed: int
+) -> tuple[serve.Result, float]:
+    """Sends a request to each model, as many at once as the size says. Returns the sums, and what was
+    sustained.
+    """
     load = serve.Load(
         url=url,
         models=(name_of(0),),
@@ -143,8 +149,8 @@ async def send(case: Case, size: Size, url: str, key: str, seed: int) -> tuple[s
                 return sent, await client.complete(model, prompt, tokens)
 
         bounds = size.output_tokens // 2, size.output_tokens * 3 // 2
-        lengths = [random.Random(index).randint(*bounds) for index in range(size.requests)]  # as in all cases
-        requests = zip(case.draw(size.requests, seed), prompts, lengths, strict=True)
+        lengths = [random.Random(index).randint(*bounds) for index in range(len(models))]  # as in all cases
+        requests = zip(models, prompts, lengths, strict=True)
         started = time.perf_counter()
         answers = await asyncio.gather(*(one(*request) for request in requests))
         seconds = time.perf_counter() - started
@@ -174,7 +180,7 @@ def run_rounds(cases: Sequence[Case], size: Size, url: str, key: str) -> None:
             case = cases[number]
             meter = machine.NeighbourMeter(lambda: machine.process_tree(os.getpid()))
             seed = 1 + round_number * len(cases) + number
-            result, rate = asyncio.run(send(case, size, url, key, seed))
+            result, rate = asyncio.run(send(case.draw(size.requests, seed), size, url, key, seed))
             case.results.append(result)
             case.sustained.append(rate)
             case.busy_cores.append(meter.read().busy_cores)
@@ -184,10 +190,11 @@ def run_rounds(cases: Sequence[Case], size: Size, url: str, key: str) -> None:
             )
 
 
-def fill_host_memory(case: Case, size: Size, url: str, key: str) -> None:
-    """Has short answers made with adapters of a case."""
+def fill_host_memory(size: Size, url: str, key: str) -> None:
+    """Has short answers made with one adapter after the other."""
+    models = [name_of(index % size.adapters) for index in range(size.filling)]
     short = replace(size, requests=size.filling, output_tokens=2)
-    asyncio.run(send(case, short, url, key, seed=0))
+    asyncio.run(send(models, short, url, key, seed=0))
 
 
 def load_and_unload(
@@ -221,11 +228,12 @@ def run(size: Size) -> dict[str, Any]:
     ]
     crowded = [Case(f"{ROOM} in room for {ROOM}", ROOM), Case(f"{2 * ROOM} in room for {ROOM}", 2 * ROOM)]
     flags = ["--served-model-name", BASE, "--dtype", "bfloat16", "--kv-cache-memory-bytes", str(KV_BYTES)]
+    flags += ["--lora-host-memory-bytes", f"{size.host_gib}GiB"]
     ports = free_ports()
     with local_stack(gguf_file(), ports, flags) as stack:
         key = stack.create_tenant("bench")
         digests = upload_adapters(stack, key, size.adapters)
-        fill_host_memory(many[-1], size, f"{stack.url}/v1", key)
+        fill_host_memory(size, f"{stack.url}/v1", key)
         run_rounds(many, size, f"{stack.url}/v1", key)
         samples = load_and_unload(stack, ports, digests, size)
     ports, room = free_ports(), ["--lora-memory-bytes", str(ROOM * page_bytes(2))]
@@ -291,6 +299,8 @@ def main() -> int:
         ("requests", "in each round of a case"),
         ("rounds", "of all cases"),
         ("loads", "and unloads, one by one"),
+        ("filling", "requests beforehand, each for the next adapter"),
+        ("host-gib", "of host memory for adapters"),
     ):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=meaning)
     given = vars(parser.parse_args())

@@ -1,7 +1,7 @@
 """What the gateway costs: latency over a direct gRPC call, processor time per request and per streamed token,
 time to start, and memory.
 
-    python -m benchmarks.gateway_overhead --rate 300 --seconds 20
+    python -m benchmarks.gateway_overhead --rate 300
 
 The gateway has one core to itself. Valkey, an engine that computes nothing (`echo_engine.py`) and this
 program, which sends the load, share another. Writes JSON into benchmarks/results/.
@@ -10,7 +10,8 @@ Keys, limits of every kind and the ledger are on.
 
 - Requests: chats of some 150 prompt tokens that the engine answers at once with 16. They arrive at random,
   `--rate` a second on average, and latency counts from when a request should have been sent
-  (`open_loop.py`). The same arrivals go to the engine directly, on a link of their own, before and after.
+  (`open_loop.py`). The same arrivals go to the engine directly, on a link of their own. All take turns in
+  short rounds, and each figure is the median over these: a virtual machine's pace changes by the minute.
 - Streams: chats whose tokens come by steps, one message with a token for each stream, at a fixed pace.
 """
 
@@ -27,10 +28,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import grpc
@@ -57,6 +59,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 START_TIMEOUT_S = 60
 OUTPUT_TOKENS = 16
 TENANT, ADAPTER, MODEL = "bench", "sql", "tiny"
+CASES = {"base": MODEL, "adapter": ADAPTER}
 CONNECTIONS = 32
 LIMITS = TenantLimits(
     RateLimits(
@@ -72,6 +75,20 @@ WARM_UP_S = 3.0
 SETTLE_S = 1.0
 STREAM_CASES = ((16, 20.0, 400), (256, 12.5, 400), (256, 5.0, 400))
 """Streams, milliseconds between steps, tokens of each: few; 20,480 tokens/s; more than is asked for."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests at random times, `rate` a second on average, for some seconds after those to warm up."""
+
+    rate: float
+    seconds: float
+    seed: int
+
+    @property
+    def discard(self) -> int:
+        """Requests that are not counted."""
+        return int(self.rate * WARM_UP_S)
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", type=float, default=300.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load of requests")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each load of requests")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="of direct calls, base model and adapter in turn"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "epyc-2-cores-gateway.json")
     parser.add_argument("--only", choices=("requests", "streams"), help="leave out the other")
     parser.add_argument(
@@ -111,7 +131,9 @@ def main() -> None:
     }
     if options.only != "streams":
         with running_stack(cores, step_ms=0, python=python) as stack:
-            result["requests"] = uvloop.run(measure_requests(stack, options.rate, options.seconds))
+            result["requests"] = uvloop.run(
+                measure_requests(stack, options.rate, options.seconds, options.rounds)
+            )
             result["seconds_to_ready"] = stack.seconds_to_ready
     if options.only != "requests":
         result["streams"] = []
@@ -122,31 +144,39 @@ def main() -> None:
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
-async def measure_requests(stack: Stack, rate: float, seconds: float) -> dict[str, Any]:
-    """Sends requests directly, through the gateway to the base model and an adapter, and directly again."""
+async def measure_requests(stack: Stack, rate: float, seconds: float, rounds: int) -> dict[str, Any]:
+    """Sends requests directly, and through the gateway to the base model and an adapter, in turn."""
     prompt_tokens = _prompt_tokens(stack)
     meter = _neighbours()
-    before = await _direct(stack, prompt_tokens, rate, seconds)
-    cases = {name: await _through_gateway(stack, name, rate, seconds) for name in (MODEL, ADAPTER)}
-    after = await _direct(stack, prompt_tokens, rate, seconds)
-    direct = min(before, after, key=lambda latencies: latencies.median)
+    measured: list[dict[str, dict[str, Any]]] = []
+    for seed in range(1, rounds + 1):
+        load = Load(rate, seconds, seed)
+        measured.append({"direct": asdict(await _direct(stack, prompt_tokens, load))})
+        for name, model in CASES.items():
+            measured[-1][name] = await _through_gateway(stack, model, load)
     return {
         "rate": rate,
         "prompt_tokens": prompt_tokens,
         "output_tokens": OUTPUT_TOKENS,
-        "direct": {"before": asdict(before), "after": asdict(after)},
-        "base": cases[MODEL],
-        "adapter": cases[ADAPTER],
+        "rounds": measured,
+        **{name: _middle([each[name] for each in measured]) for name in ("direct", *CASES)},
         "added_ms": {
-            name: {
-                "median": round(case["median"] - direct.median, 3),
-                "p99": round(case["p99"] - direct.p99, 3),
-            }
-            for name, case in cases.items()
+            name: _middle(
+                [
+                    {figure: each[name][figure] - each["direct"][figure] for figure in ("median", "p99")}
+                    for each in measured
+                ]
+            )
+            for name in CASES
         },
         "gateway_memory_mb": _memory(stack),
         "neighbours": asdict(meter.read()),
     }
+
+
+def _middle(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median over rounds of each figure."""
+    return {name: round(median(each[name] for each in rounds), 3) for name in rounds[0]}
 
 
 def _prompt_tokens(stack: Stack) -> int:
@@ -160,7 +190,7 @@ def _prompt_tokens(stack: Stack) -> int:
     return answer.raise_for_status().json()["usage"]["prompt_tokens"]
 
 
-async def _direct(stack: Stack, prompt_tokens: int, rate: float, seconds: float) -> Latencies:
+async def _direct(stack: Stack, prompt_tokens: int, load: Load) -> Latencies:
     """The same load, from here to the engine."""
     sampling = Sampling(temperature=1.0, top_p=1.0)
     tokens = list(range(1000, 1000 + prompt_tokens))
@@ -175,13 +205,13 @@ async def _direct(stack: Stack, prompt_tokens: int, rate: float, seconds: float)
                     ),
                     answered,
                 ),
-                rate=rate, seconds=WARM_UP_S + seconds, seed=1, discard=int(rate * WARM_UP_S),
+                rate=load.rate, seconds=WARM_UP_S + load.seconds, seed=load.seed, discard=load.discard,
             )  # fmt: skip
         finally:
             link.close()
 
 
-async def _through_gateway(stack: Stack, model: str, rate: float, seconds: float) -> dict[str, Any]:
+async def _through_gateway(stack: Stack, model: str, load: Load) -> dict[str, Any]:
     pool = HttpPool(stack.port)
     await pool.open(CONNECTIONS)
     bodies = [http_request(stack.key, chat(model, f"{index} {prompt()}")) for index in range(1000)]
@@ -194,7 +224,7 @@ async def _through_gateway(stack: Stack, model: str, rate: float, seconds: float
         pool.send(bodies[index % len(bodies)], answered)
 
     latencies = await run_open_loop(
-        send, rate=rate, seconds=WARM_UP_S + seconds, seed=1, discard=int(rate * WARM_UP_S)
+        send, rate=load.rate, seconds=WARM_UP_S + load.seconds, seed=load.seed, discard=load.discard
     )
     used, wall = machine.processor_seconds(stack.gateway) - used, time.monotonic() - began
     pool.close()
