@@ -107,7 +107,8 @@ class FakeEngine(EngineServicer):
     `scripts` are what choices give in place of hashes, and end with: choice i gives the i-th, and again.
 
     While `refusing`, it takes nothing, and says why and when to come back; when set to be `garbled`, its next
-    message breaks the contract.
+    message breaks the contract. No choice gets more than `holds_at` tokens while that is set: so what a test
+    does in the middle of an answer is done there, however slow the machine is.
     """
 
     engine_id: str
@@ -124,6 +125,7 @@ class FakeEngine(EngineServicer):
     refusal: pb.Refusal = pb.REFUSAL_DRAINING
     retry_after_ms: int = 0
     garbled: bool = False
+    holds_at: int | None = None
     scripts: list[list[int]] = field(default_factory=list)
     tokenizer_files: Mapping[str, bytes] = field(default_factory=lambda: TOKENIZER_FILES)
     submits: list[pb.Submit] = field(default_factory=list)
@@ -286,6 +288,9 @@ class FakeEngine(EngineServicer):
                 if not choice.search.beams:
                     del choices[key], self.running[key]
                 continue
+            is_late = time.monotonic() >= choice.ends_at
+            if self.holds_at is not None and len(choice.tokens) >= self.holds_at and not is_late:
+                continue
             token = self._token(choice)
             choice.tokens.append(token)
             self._count(choice.request)[1] += 1
@@ -297,7 +302,6 @@ class FakeEngine(EngineServicer):
             stopped = token in choice.request.stop_token_ids or (
                 token == EOS and not choice.request.ignore_eos
             )
-            is_late = time.monotonic() >= choice.ends_at
             if stopped or is_late or len(choice.tokens) >= choice.request.max_tokens:
                 reason = pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH
                 reason = pb.FINISH_REASON_DEADLINE if is_late else reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
-    """A gateway that gives up at once when its engine is lost."""
-    engine = FakeEngine("engine-1", valkey_url, step_s=0.01)
+    """A gateway that gives up at once when its engine is lost, before one that stops short of the end."""
+    engine = FakeEngine("engine-1", valkey_url, holds_at=20)
     stack = LocalStack(valkey_url, tmp_path / "store", [engine], resume_timeout_s=0)
     stack.start()
     try:
@@ -41,7 +42,7 @@ def client(stack: LocalStack) -> Iterator[httpx.Client]:
 
 def body(**fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "a"}]
-    return {"model": MODEL, "messages": messages, "ignore_eos": True, "stream": True, **fields}
+    return {"model": MODEL, "messages": messages, "ignore_eos": True, "stream": True, "seed": 1, **fields}
 
 
 def events(answer: httpx.Response) -> Iterator[str]:
@@ -54,20 +55,27 @@ def events(answer: httpx.Response) -> Iterator[str]:
 
 def ends_with_error(got: list[str]) -> dict[str, Any]:
     """Checks that text came, then an error event, then the mark of the end. Returns the error."""
-    assert len(got) > 3 and got[-1] == "[DONE]"
-    assert all("choices" in json.loads(data) for data in got[:-2])
-    error = json.loads(got[-2])
+    *chunks, last, end = got
+    assert any(has_text(data) for data in chunks) and end == "[DONE]"
+    assert all("choices" in json.loads(data) for data in chunks)
+    error = json.loads(last)
     assert set(error) == {"error"} and set(error["error"]) == {"message", "type", "param", "code"}
     return error["error"]
 
 
+def has_text(data: str) -> bool:
+    return bool(json.loads(data)["choices"][0]["delta"].get("content"))
+
+
 def test_an_engine_that_is_lost_is_an_error_event(stack: LocalStack, client: httpx.Client) -> None:
     got: list[str] = []
+    stopped = False
     with client.stream("POST", CHAT, json=body()) as answer:
         assert answer.status_code == 200
         for data in events(answer):
             got.append(data)
-            if len(got) == 4:
+            if '"choices"' in data and has_text(data) and not stopped:
+                stopped = True
                 stack.call(stack.engines[0].stop())
     error = ends_with_error(got)
     assert error["type"] == "server_error" and error["code"] == "engine_unavailable"
@@ -75,7 +83,10 @@ def test_an_engine_that_is_lost_is_an_error_event(stack: LocalStack, client: htt
 
 
 def test_a_bug_is_an_error_event_without_internals(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stack: LocalStack,
+    client: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     chunk = ChatFormat.chunk
 
@@ -86,8 +97,13 @@ def test_a_bug_is_an_error_event_without_internals(
         return chunk(form, piece)
 
     monkeypatch.setattr(ChatFormat, "chunk", failing)
-    with client.stream("POST", CHAT, json=body()) as answer:
-        error = ends_with_error(list(events(answer)))
+    got: list[str] = []
+    with client.stream("POST", CHAT, json=body(max_tokens=60)) as answer:
+        for data in events(answer):
+            got.append(data)
+            if '"choices"' in data and has_text(data):
+                stack.engines[0].holds_at = None
+        error = ends_with_error(got)
         assert error["type"] == "server_error" and "secret" not in error["message"]
     assert caplog.text.count("RuntimeError: secret detail") == 1
     assert answer.headers["x-request-id"] in caplog.text
@@ -103,8 +119,11 @@ def test_a_client_that_goes_is_logged_once(
         with client.stream("POST", CHAT, json=body()) as answer:
             next(answer.iter_lines())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(CHAT, json=body(stream=False), timeout=0.3)
+        ask = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
+        headers = {"authorization": client.headers["authorization"], "content-type": "application/json"}
+        ask.request("POST", CHAT, json.dumps(body(stream=False)), headers)
+        wait_until(lambda: bool(engine.running), "the request runs")
+        ask.close()
     wait_until(lambda: not engine.running and "went away" in caplog.text, "the request has ended")
     lines = [record for record in caplog.records if record.name.startswith(("gateway", "uvicorn"))]
     said = [record.getMessage() for record in lines if "went away" in record.getMessage()]

@@ -183,8 +183,10 @@ def test_a_deadline(client: Client, stream: bool) -> None:
     is_anthropic_s(caught.value.response, "timeout_error")
 
 
-def test_an_error_within_a_stream_is_its_last_event(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = MessageFormat.chunk
+def test_an_error_within_a_stream_is_its_last_event(
+    client: Client, engines: dict[str, FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, engine = MessageFormat.chunk, engines["plain"]
 
     def failing(form: MessageFormat, piece: Piece) -> bytes:
         # Pieces that come faster than they are sent become one: only the last is sure to be there.
@@ -193,11 +195,17 @@ def test_an_error_within_a_stream_is_its_last_event(client: Client, monkeypatch:
         return chunk(form, piece)
 
     monkeypatch.setattr(MessageFormat, "chunk", failing)
+    monkeypatch.setattr(engine, "holds_at", 5)
     with client.messages.with_streaming_response.create(**{**BODY, "max_tokens": 99}, stream=True) as raw:
-        text = "".join(raw.iter_text())
+        pieces = raw.iter_text()
+        text = next(pieces)  # so the stream has begun before its last piece is made
+        engine.holds_at = None
+        text += "".join(pieces)
     *_, last = text.removesuffix("\n\n").split("\n\n")
     name, data = last.split("\n")
     assert name == "event: error" and '"type":"api_error"' in data and "secret" not in data
     assert raw.headers["request-id"] in data and "[DONE]" not in text
+    engine.holds_at = 5
     with pytest.raises(anthropic.APIStatusError, match="api_error"):
-        list(client.messages.create(**{**BODY, "max_tokens": 99}, stream=True))
+        for _ in client.messages.create(**{**BODY, "max_tokens": 99}, stream=True):
+            engine.holds_at = None
