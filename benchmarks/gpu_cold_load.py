@@ -2,23 +2,25 @@
 
     python -m benchmarks.gpu_cold_load --out results.json
 
-128 sequences decode at a context near 576 under 8 adapters, over random weights of Llama-3.1-8B's shape. Then
-requests come one after another, each for an adapter that only the disk has: it is read, copied to the device
-and its prompt computed, while the others go on. The gap between two tokens of a sequence is the
-time from one step's news to the next's. Prompts are of 16 tokens, where the load shows, and of 512, which
-take a while to compute whoever asks.
+128 sequences decode at a context near 576, over random weights of Llama-3.1-8B's shape. Then requests come
+one after another, each for an adapter that only the disk has: it is read, copied to the device and its prompt
+computed, while the others go on. The gap between two tokens of a sequence is the time from one step's news to
+the next's. First beside rows of the base model, where the first load is the first of the process; then beside
+rows of 8 adapters, with prompts of 16 tokens, where the load shows, and of 512, which take a while to compute
+whoever asks.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,8 +33,8 @@ from engine.__main__ import SWITCH_INTERVAL_S
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
-from engine.model.adapter_reading import read_adapter, reserve_host_memory
-from engine.model.adapter_rehearsal import rehearse_packing
+from engine.model.adapter_reading import read_adapter
+from engine.model.adapter_rehearsal import prepare_loads
 from engine.model.adapter_weights import HostAdapter
 from engine.outputs import LinkOutput
 from engine.rank_pages import RankPages
@@ -89,57 +91,95 @@ class _Watch:
 
 
 def measure(bench: Bench) -> dict[str, float]:
-    """Milliseconds: the median gap and the longest; while cold adapters come, the longest, and the one that
-    follows as many as there were loads; and the first token of those."""
+    """Milliseconds, by what is measured. The bench must not have written an adapter to the device yet."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with tempfile.TemporaryDirectory() as folder:
         write_cold_adapter(Path(folder))
-        return _measure(bench, Path(folder))
+        network = bench.model.network
+        prepare_loads(network, bench.runner.write_adapter, host_bytes=RESERVED, max_rank=RANK)
+        gc.collect()
+        gc.freeze()  # as an engine does before it serves
+        return {**_first_load(bench, Path(folder)), **_later_loads(bench, Path(folder))}
 
 
-def _measure(bench: Bench, folder: Path) -> dict[str, float]:
-    def read(digest: bytes) -> HostAdapter:
-        if digest.startswith(COLD):
-            return read_adapter(folder, bench.model.network, pin=True)
-        return bench.adapter
+class _Stage:
+    """Sequences that decode, of some adapters or of the base, and cold adapters that come beside them."""
 
-    news = threading.Event()
-    tiers = AdapterTiers(read, num_pages=64, host_bytes=1 << 40, wake=news.set)
-    gate = AdapterGate(RankPages(64), tiers, bench.runner.write_adapter, bench.runner.drop_adapter)
-    scheduler = Scheduler(bench.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
-    loop = EngineLoop(scheduler, bench.runner, gate, news, overlap=True)
-    rehearse_packing(bench.model.config, bench.model.dtype)
-    reserve_host_memory(bench.model.network, nbytes=RESERVED, max_rank=RANK)
-    warm = [b"warm-%d" % i for i in range(NUM_WARM)]
-    preload(gate, warm)
-    for i in range(NUM_DECODING):
-        scheduler.add(bench.request(i, PROMPT, OUTPUT, warm[i % NUM_WARM]))
-    while scheduler.num_waiting:
-        loop.step(lambda outputs: None)
-    for _ in range(STEPS_BETWEEN):
-        loop.step(lambda outputs: None)  # until all of their prompts are computed
-    quiet = _Watch()
-    for _ in range(STEPS_BETWEEN):
-        loop.step(quiet.deliver)
-    figures = {"median_step": statistics.median(_gaps(quiet.times)), "longest": max(_gaps(quiet.times))}
+    def __init__(self, bench: Bench, folder: Path, warm: Sequence[bytes]) -> None:
+        def read(digest: bytes) -> HostAdapter:
+            if digest.startswith(COLD):
+                return read_adapter(folder, bench.model.network, pin=True)
+            return bench.adapter
+
+        news = threading.Event()
+        self._bench = bench
+        self._tiers = AdapterTiers(read, num_pages=64, host_bytes=1 << 40, wake=news.set)
+        gate = AdapterGate(RankPages(64), self._tiers, bench.runner.write_adapter, bench.runner.drop_adapter)
+        self._scheduler = Scheduler(bench.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
+        self._loop = EngineLoop(self._scheduler, bench.runner, gate, news, overlap=True)
+        self._num_cold = 0
+        preload(gate, warm)
+        for i in range(NUM_DECODING):
+            self._scheduler.add(bench.request(i, PROMPT, OUTPUT, warm[i % len(warm)]))
+        while self._scheduler.num_waiting:
+            self._loop.step(lambda outputs: None)
+        self.decode()  # until all of their prompts are computed
+
+    def decode(self) -> _Watch:
+        """Some steps with nothing beside them."""
+        watch = _Watch()
+        for _ in range(STEPS_BETWEEN):
+            self._loop.step(watch.deliver)
+        return watch
+
+    def load(self, watch: _Watch, prompt: int) -> float:
+        """Steps until a request for a cold adapter has its first token; returns after how long it has."""
+        self._num_cold += 1
+        number = NUM_DECODING + self._num_cold
+        begin = time.perf_counter()
+        digest = COLD + b"%d" % number
+        self._scheduler.add(self._bench.request(number, prompt, 4, digest, link=COLD))
+        while number not in watch.first_tokens:
+            assert self._scheduler.num_running > NUM_DECODING // 2, "the others have ended meanwhile"
+            self._loop.step(watch.deliver)
+        return 1e3 * (watch.first_tokens[number] - begin)
+
+    def close(self) -> None:
+        self._scheduler.abort_link("bench")
+        self._scheduler.abort_link(COLD)
+        while self._loop.step(lambda outputs: None):
+            pass
+        self._tiers.close()
+
+
+def _first_load(bench: Bench, folder: Path) -> dict[str, float]:
+    """The median gap beside rows of the base model; and the longest while the first adapter of the process
+    comes, and while its second does."""
+    stage = _Stage(bench, folder, [b""])
+    figures = {"base_median_step": statistics.median(_gaps(stage.decode().times))}
+    for which in ("first", "second"):
+        watch = _Watch()
+        figures[f"{which}_adapter_first_token"] = stage.load(watch, COLD_PROMPTS[0])
+        figures[f"longest_while_loading_{which}_adapter"] = max(_gaps(watch.times))
+        stage.decode()
+    stage.close()
+    return figures
+
+
+def _later_loads(bench: Bench, folder: Path) -> dict[str, float]:
+    """The median gap beside rows of adapters, and the longest; while cold adapters come, the longest, and the
+    one that follows as many as there were loads; and the first token of those."""
+    stage = _Stage(bench, folder, [b"warm-%d" % i for i in range(NUM_WARM)])
+    quiet = _gaps(stage.decode().times)
+    figures = {"median_step": statistics.median(quiet), "longest": max(quiet)}
     for length in COLD_PROMPTS:
-        watch, firsts = _Watch(), []
-        for _ in range(NUM_COLD):
-            number = 1000 * length + len(firsts)
-            begin = time.perf_counter()
-            scheduler.add(bench.request(number, length, 4, COLD + b"%d" % number, link=COLD))
-            while number not in watch.first_tokens:
-                assert scheduler.num_running > NUM_DECODING // 2, "the others have ended meanwhile"
-                loop.step(watch.deliver)
-            firsts.append(1e3 * (watch.first_tokens[number] - begin))
+        watch = _Watch()
+        firsts = [stage.load(watch, length) for _ in range(NUM_COLD)]
         longest = sorted(_gaps(watch.times), reverse=True)
         figures[f"longest_while_loading_prompt_{length}"] = longest[0]
         figures[f"fifth_longest_while_loading_prompt_{length}"] = longest[NUM_COLD]
         figures[f"first_token_prompt_{length}"] = statistics.median(firsts)
-    scheduler.abort_link("bench")
-    while loop.step(lambda outputs: None):
-        pass
-    tiers.close()
+    stage.close()
     return figures
 
 

@@ -16,8 +16,8 @@ from engine.constraints import Grammars, make_grammars
 from engine.host_memory import available_ram
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
-from engine.model.adapter_reading import read_adapter, read_as_stored, reserve_host_memory
-from engine.model.adapter_rehearsal import rehearse_packing
+from engine.model.adapter_reading import read_adapter, read_as_stored
+from engine.model.adapter_rehearsal import prepare_loads
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
@@ -27,7 +27,6 @@ from engine.scheduler.adapter_gate import AdapterGate
 from engine.settings import EngineSettings
 from engine.step_memory import measure_step_memory
 from kernels.native import release_threads
-from kernels.packing import prepare as prepare_packing
 from protos import engine_pb2 as pb
 
 _MOST_RESERVED = 4 << 30
@@ -123,10 +122,11 @@ def _prepare(
         return
     if not settings.enforce_eager:
         runner.capture_graphs(**most)
-    prepare_packing(model.dtype)
-    rehearse_packing(model.config, model.dtype)
-    reserve_host_memory(
-        model.network, nbytes=min(host_bytes, _MOST_RESERVED), max_rank=settings.max_lora_rank
+    prepare_loads(
+        model.network,
+        runner.write_adapter,
+        host_bytes=min(host_bytes, _MOST_RESERVED),
+        max_rank=settings.max_lora_rank,
     )
 
 

@@ -22,9 +22,10 @@ from engine.model.lora_pool import RankPagePool
 from engine.pooling import PendingVectors, pooled_tokens
 from engine.prompt_logprobs import PendingScores
 from engine.sampler import PendingDraw, Sampler
-from engine.step import UNSEEN, SamplingParams, StepAdapter, StepPlan, StepResult, StepRow
+from engine.step import UNSEEN, StepPlan, StepResult, StepRow
 from engine.transfer import Readback
-from kernels.plans import BLOCK_SIZE, RANK_PAGE
+from engine.warm_up import StepSizes, warm_up_steps
+from kernels.plans import RANK_PAGE
 
 
 class Runner:
@@ -67,26 +68,20 @@ class Runner:
         self._drawn: DrawnTokens | None = None
 
     def warm_up(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Run the largest prefill and the largest decode once, before serving.
+        """Run the largest prefill and the largest decode once, before serving; on a GPU, steps of all kinds.
 
         Kernels are compiled and the largest buffers allocated here, so that no request waits for it and
         too little memory shows at the start. What it writes to blocks and pages is never read.
         """
-        num_tokens = min(max_num_batched_tokens, self._num_blocks * BLOCK_SIZE, self._max_model_len)
-        blocks = range(-(-num_tokens // BLOCK_SIZE))
-        num_prompts = min(max_num_seqs, max_num_batched_tokens // num_tokens)
-        # A GPU's kernels are compiled by need: for each width, of mixed steps, of all that sampling has.
-        on_gpu = self._device.type == "cuda"
-        for width in (self._page_widths if on_gpu else self._page_widths[:1]) or [0]:
-            adapter = StepAdapter(1, (0,) * width, RANK_PAGE * width) if width else None
-            prefill = StepRow(0, [0] * num_tokens, 0, blocks, adapter, sampling=SamplingParams())
-            decode = StepRow(0, [0], 0, (0,), adapter, sampling=SamplingParams(temperature=1.0))
-            self.execute(StepPlan((prefill,) * num_prompts))
-            self.execute(StepPlan((decode,) * max_num_seqs))
-            if on_gpu:
-                every = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), logprobs=1)
-                chunk = StepRow(0, [0, 0], 0, (0,), adapter, sampling=every)
-                self.execute(StepPlan((decode, chunk)))
+        sizes = StepSizes(
+            num_blocks=self._num_blocks,
+            max_model_len=self._max_model_len,
+            vocab_size=self._network.config.vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        for plan in warm_up_steps(sizes, self._page_widths, on_gpu=self._device.type == "cuda"):
+            self.execute(plan)
 
     def capture_graphs(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Capture steps of up to ``max_num_seqs`` rows as CUDA graphs, and run them so from now on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,10 +12,33 @@ from adapters.peft_config import parse_config
 from adapters.safetensors_header import RawHeader
 from adapters.weight_files import RawHeaders
 from engine.model.adapter_packing import PackingPlan, packing_plan
+from engine.model.adapter_reading import reserve_host_memory
+from engine.model.adapter_weights import HostAdapter, HostBlock
 from engine.model.config import ModelConfig
+from engine.model.llama import LlamaModel
+from kernels.packing import prepare as prepare_packing
 
 _RANK = 16
 _ITEM_BYTES = 2
+
+WriteAdapter = Callable[[Sequence[int], HostAdapter], object]
+"""``Runner.write_adapter``."""
+
+
+def prepare_loads(network: LlamaModel, write: WriteAdapter, *, host_bytes: int, max_rank: int) -> None:
+    """Does all that the first adapters of a GPU's engine would wait for, and the steps beside them.
+
+    Page 0, which nobody may have yet, is overwritten, as part of the rehearsal.
+
+    Args:
+        host_bytes: of memory to page-lock, for an adapter of ``max_rank`` and smaller ones.
+    """
+    prepare_packing(network.dtype)
+    rehearse_packing(network.config, network.dtype)
+    reserve_host_memory(network, nbytes=host_bytes, max_rank=max_rank)
+    # The first copy takes device memory for its stream, and loads the device's code for it.
+    block = HostBlock.empty(1, network.config, network.dtype, pin=network.device.type == "cuda")
+    write((0,), HostAdapter(_RANK, 1, block.nbytes, block.groups))
 
 
 def rehearse_packing(model: ModelConfig, dtype: torch.dtype) -> PackingPlan:

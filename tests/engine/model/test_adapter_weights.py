@@ -22,7 +22,7 @@ from adapters.weight_files import RawHeaders, read_headers
 from engine.model import adapter_reading
 from engine.model.adapter_packing import PackingPlan, packing_plan
 from engine.model.adapter_reading import read_adapter, read_as_stored
-from engine.model.adapter_rehearsal import rehearse_packing
+from engine.model.adapter_rehearsal import prepare_loads, rehearse_packing
 from engine.model.adapter_weights import HostAdapter
 from engine.model.config import PROJECTION_GROUPS, ModelConfig
 from engine.model.llama import LlamaModel
@@ -170,6 +170,17 @@ def test_the_rehearsed_plan_is_that_of_an_adapter_from_peft(
     assert made_up.layout.linear.keys() == real.layout.linear.keys()
     assert torch.equal(made_up.scales, real.scales)
     assert made_up.copies.shape == real.copies.shape
+
+
+def test_what_is_copied_in_rehearsal_fills_one_page(base: tuple[PreTrainedModel, LlamaModel]) -> None:
+    _, network = base
+    pool = RankPagePool(network.config, 2, torch.float32, torch.device("cpu"))
+    for lora in (lora for layer in pool.layers for lora in layer):
+        lora.a[:] = lora.b[:] = lora.scales[:] = 1.0
+    prepare_loads(network, pool.write, host_bytes=0, max_rank=64)
+    for lora in (lora for layer in pool.layers for lora in layer):
+        for written in (lora.a, lora.b, lora.scales):
+            assert not written[0].any() and written[1].all()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
