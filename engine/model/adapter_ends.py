@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding, linear
 
 from engine.step import StepRow
+from engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,13 @@ class AdapterEnds:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One adapter's rows in a step: int64 indices into its tokens, and into its output rows."""
+    """One adapter's rows in a step: int64 indices into its tokens, on the device, and into its output rows, on
+    the host, where what `StepEnds.part` takes of them is found without waiting.
+    """
 
     ends: AdapterEnds
     tokens: torch.Tensor
-    outputs: torch.Tensor
+    outputs: np.ndarray
 
 
 class StepEnds:
@@ -150,9 +154,10 @@ class StepEnds:
         for part in self._parts:
             end, size = part.ends.lm_head, part.ends.vocab_size
             if end is not None and len(part.outputs):
-                rows = logits[part.outputs]
-                rows[:, :size] = _project(end, hidden[part.outputs], rows[:, :size])
-                logits[part.outputs] = rows
+                outputs = to_device(part.outputs, logits.device)
+                rows = logits[outputs]
+                rows[:, :size] = _project(end, hidden[outputs], rows[:, :size])
+                logits[outputs] = rows
         return logits
 
 
@@ -202,11 +207,15 @@ class ResidentEnds:
         if not found:
             return None
         return StepEnds(
-            [_Part(self._by_page[page], self._index(t), self._index(o)) for page, (t, o) in found.items()]
+            [
+                _Part(
+                    self._by_page[page],
+                    to_device(np.array(tokens, np.int64), self._device),
+                    np.array(outputs, np.int64),
+                )
+                for page, (tokens, outputs) in found.items()
+            ]
         )
-
-    def _index(self, rows: list[int]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
 def _embed(end: End, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
