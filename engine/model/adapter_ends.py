@@ -103,8 +103,8 @@ class AdapterEnds:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One adapter's rows in a step: int64 indices into its tokens, on the device, and into its output rows, on
-    the host, where what `StepEnds.part` takes of them is found without waiting.
+    """One adapter's rows in a step: int64 indices into its tokens, on the device, and into its output rows,
+    on the host, where what `StepEnds.part` takes of them is found without waiting.
     """
 
     ends: AdapterEnds
