@@ -114,6 +114,7 @@ class FakeEngine(EngineServicer):
     engine_id: str
     redis_url: str | None = None
     step_s: float = 0.001
+    lease_s: float = 10
     max_model_len: int = 2048
     max_num_seqs: int = 256
     num_blocks: int = 4096
@@ -157,7 +158,7 @@ class FakeEngine(EngineServicer):
                     residency=self.residency, running=len(self.running),
                 )  # fmt: skip
                 with contextlib.suppress(RedisError, OSError):
-                    await leases.publish(lease, ttl_s=2)
+                    await leases.publish(lease, ttl_s=self.lease_s)
                 await asyncio.sleep(0.3)
 
     # ---- the contract -------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class LocalStack:
         self._loop.close()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
 
     async def _start(self) -> None:
         for engine in self.engines:
@@ -119,7 +119,7 @@ class LocalStack:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
     """Polls until the condition holds; fails the test when it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

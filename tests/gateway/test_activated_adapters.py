@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ INVOCATION = (300, 301)
 
 @pytest.fixture
 def two_engines(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
-    engines = [FakeEngine(name, valkey_url, step_s=0.01) for name in ("engine-1", "engine-2")]
+    engines = [FakeEngine(name, valkey_url) for name in ("engine-1", "engine-2")]
     stack = LocalStack(valkey_url, tmp_path / "store", engines)
     stack.start()
     try:
@@ -46,15 +45,21 @@ def test_a_request_that_moves_to_another_engine_keeps_its_start(two_engines: Loc
     """Also when the answer holds the invocation, as what is generated does not move it."""
     client = two_engines.client(two_engines.add_tenant("acme"))
     two_engines.add_adapter("acme", "reader", READER, invocation_tokens=INVOCATION)
+    first, second = two_engines.engines
+    first.holds_at = second.holds_at = 20
     arguments: dict[str, Any] = {"max_tokens": 150, "seed": 3, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(
         model="reader", prompt=[5, 6, *INVOCATION, 7], n=2, stream=True, **arguments
     )
-    first, second = two_engines.engines
-    for count, _ in enumerate(stream):
-        if count == 20:
+    told: set[int] = set()
+    running = other = None
+    for chunk in stream:
+        told |= {choice.index for choice in chunk.choices}
+        if running is None and len(told) == 2:
             running, other = (first, second) if first.running else (second, first)
+            other.holds_at = None
             two_engines.call(running.stop())
+    assert running and other
     assert len(other.submits) == 2 and all(each.output_tokens for each in other.submits)
     for submit in (*running.submits, *other.submits):
         assert (submit.adapter_digest, submit.adapter_start) == (READER, 2)
@@ -66,7 +71,10 @@ def test_adapters_over_one_document_meet_on_one_engine(two_engines: LocalStack) 
     document = list(range(3, 103))
     for number, engine in enumerate(two_engines.engines):
         engine.residency[(bytes([number]) * 32).hex()] = "device"
-    time.sleep(2.5)  # a lease is renewed, and read, once a second
+    known = two_engines.app.state.services.engines.residency
+    wait_until(
+        lambda: all(known((bytes([number]) * 32).hex()) for number in range(2)), "leases have been read"
+    )
     for number in range(8):
         name = f"reader-{number}"
         two_engines.add_adapter("acme", name, bytes([number]) * 32, invocation_tokens=INVOCATION)
