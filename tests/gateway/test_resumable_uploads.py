@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from gateway import upload_transfers
+from gateway.incoming_files import FileWriter, IncomingFile, Piece
 from tests.gateway.control_plane import (
     ControlPlane,
     adapter_files,
@@ -68,6 +70,31 @@ def offsets(session: Mapping[str, Any]) -> dict[str, int]:
     return {file["name"]: file["offset"] for file in session["files"]}
 
 
+class Arrivals:
+    """How many bytes of each file transfers have taken, also those that are not on the disk yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: Counter[str] = Counter()
+        add = FileWriter.add
+
+        def counted(writer: FileWriter, file: IncomingFile, piece: Piece) -> None:
+            add(writer, file, piece)
+            self.taken[file.path.name] += len(piece)
+
+        monkeypatch.setattr(FileWriter, "add", counted)
+
+    async def of(self, file: str, count: int) -> None:
+        """Waits until so many bytes of a file have come."""
+        async with asyncio.timeout(60):
+            while self.taken[file] < count:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
+    return Arrivals(monkeypatch)
+
+
 def scratch(plane: ControlPlane) -> list[Path]:
     return [path for path in (plane.store / "uploads").rglob("*") if path.is_file()]
 
@@ -113,7 +140,9 @@ async def test_an_upload_is_not_forgotten_while_the_stores_volume_is_gone(
         assert (await complete(plane, acme, upload)).status_code == 201
 
 
-async def test_what_broke_off_goes_on_where_it_was(valkey_url: str, tmp_path: Path) -> None:
+async def test_what_broke_off_goes_on_where_it_was(
+    valkey_url: str, tmp_path: Path, arrivals: Arrivals
+) -> None:
     async with control_plane(valkey_url, tmp_path) as plane:
         acme = await plane.tenant("acme")
         files = adapter_files(seed=2)
@@ -122,12 +151,12 @@ async def test_what_broke_off_goes_on_where_it_was(valkey_url: str, tmp_path: Pa
 
         async def broken() -> AsyncIterator[bytes]:
             yield files[WEIGHTS][:3000]
-            await asyncio.sleep(0.2)
+            await arrivals.of(WEIGHTS, 3000)
             raise RuntimeError("the connection is lost")
 
         with pytest.raises(RuntimeError):
             await append(plane, acme, upload, WEIGHTS, broken())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 again = (await begin(plane, acme, files)).json()
                 if offsets(again)[WEIGHTS] == 3000:
@@ -159,7 +188,9 @@ async def test_an_upload_goes_on_after_a_restart_of_the_gateway(valkey_url: str,
         assert (await complete(plane, acme, upload)).status_code == 201
 
 
-async def test_a_later_connection_takes_over_from_one_that_hangs(valkey_url: str, tmp_path: Path) -> None:
+async def test_a_later_connection_takes_over_from_one_that_hangs(
+    valkey_url: str, tmp_path: Path, arrivals: Arrivals
+) -> None:
     async with control_plane(valkey_url, tmp_path) as plane:
         acme = await plane.tenant("acme")
         files = adapter_files(seed=4)
@@ -172,7 +203,7 @@ async def test_a_later_connection_takes_over_from_one_that_hangs(valkey_url: str
             await hang.wait()
 
         first = asyncio.create_task(append(plane, acme, upload, WEIGHTS, hanging()))
-        await asyncio.sleep(0.2)
+        await arrivals.of(WEIGHTS, 500)
         taken = await append(plane, acme, upload, WEIGHTS, files[WEIGHTS][500:], 500)
         assert taken.status_code == 200
         assert (await complete(plane, acme, upload)).status_code == 201
@@ -183,17 +214,21 @@ async def test_a_later_connection_takes_over_from_one_that_hangs(valkey_url: str
 
 
 async def test_silence_ends_a_connection_and_keeps_what_came(
-    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrivals: Arrivals
 ) -> None:
-    monkeypatch.setattr(upload_transfers, "_IDLE_S", 0.2)
     async with control_plane(valkey_url, tmp_path) as plane:
         acme = await plane.tenant("acme")
         files = adapter_files()
         upload = (await begin(plane, acme, files)).json()["id"]
 
         async def silent() -> AsyncIterator[bytes]:
-            yield files[WEIGHTS][:500]
-            await asyncio.sleep(1)
+            yield files[WEIGHTS][:499]
+            await arrivals.of(WEIGHTS, 499)
+            monkeypatch.setattr(upload_transfers, "_IDLE_S", 0.1)  # from the next byte on
+            yield files[WEIGHTS][499:500]
+            async with asyncio.timeout(60):
+                while plane.services.upload_transfers._running:
+                    await asyncio.sleep(0.01)
             yield b"late"
 
         answer = await append(plane, acme, upload, WEIGHTS, silent())

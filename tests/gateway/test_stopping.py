@@ -77,7 +77,8 @@ async def test_what_has_not_begun_is_refused(stream: bool) -> None:
         ranked=False,
     )
     answering = asyncio.create_task(call)
-    await asyncio.sleep(0.01)
+    for _ in range(100):  # until it waits
+        await asyncio.sleep(0)
     answering.cancel()
     with pytest.raises(ApiError) as caught:
         await answering

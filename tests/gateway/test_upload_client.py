@@ -33,9 +33,12 @@ class Proxy:
         self.cuts: list[int] = []
         self.is_away = False
         self.received = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
+        self._accepting.join()
         self._listener.close()
 
     def _accept(self) -> None:
