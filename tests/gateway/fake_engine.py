@@ -107,8 +107,9 @@ class FakeEngine(EngineServicer):
     `scripts` are what choices give in place of hashes, and end with: choice i gives the i-th, and again.
 
     While `refusing`, it takes nothing, and says why and when to come back; when set to be `garbled`, its next
-    message breaks the contract. No choice gets more than `holds_at` tokens while that is set: so what a test
-    does in the middle of an answer is done there, however slow the machine is.
+    message breaks the contract. While `holds_at` is set, no choice gets more tokens than that, and while
+    `rests_after` is, nobody gets any once it has had more submissions: so what a test does in the middle of
+    an answer, or of many, is done there, however slow the machine is.
     """
 
     engine_id: str
@@ -127,6 +128,7 @@ class FakeEngine(EngineServicer):
     retry_after_ms: int = 0
     garbled: bool = False
     holds_at: int | None = None
+    rests_after: int | None = None
     scripts: list[list[int]] = field(default_factory=list)
     tokenizer_files: Mapping[str, bytes] = field(default_factory=lambda: TOKENIZER_FILES)
     submits: list[pb.Submit] = field(default_factory=list)
@@ -282,6 +284,8 @@ class FakeEngine(EngineServicer):
 
     def _step(self, choices: dict[tuple[int, int], Choice]) -> pb.LinkResponse:
         message = pb.LinkResponse()
+        if self.rests_after is not None and len(self.submits) > self.rests_after:
+            return message
         any_logprobs = any(choice.request.sampling.HasField("logprobs") for choice in choices.values())
         for key, choice in list(choices.items()):
             if choice.search is not None:

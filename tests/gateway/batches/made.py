@@ -41,7 +41,7 @@ def begin(client: OpenAI, content: bytes) -> str:
 
 
 def wait_for(client: OpenAI, batch_id: str, *statuses: str) -> Any:
-    wait_until(lambda: client.batches.retrieve(batch_id).status in statuses, f"it is {statuses}", 30)
+    wait_until(lambda: client.batches.retrieve(batch_id).status in statuses, f"it is {statuses}")
     return client.batches.retrieve(batch_id)
 
 

@@ -149,7 +149,7 @@ async def test_what_gathered_in_earlier_turns_moves_to_the_store_as_well(
 
 def test_a_batch_goes_on_with_the_key_that_replaced_its_own(local_stack: LocalStack) -> None:
     local_stack.add_tenant("acme")
-    local_stack.engines[0].step_s = 0.01
+    local_stack.engines[0].rests_after = 2 * work.LINES_AT_ONCE
 
     async def new_key() -> tuple[str, str]:
         async with Redis.from_url(local_stack.redis_url) as redis:
@@ -170,6 +170,7 @@ def test_a_batch_goes_on_with_the_key_that_replaced_its_own(local_stack: LocalSt
     with local_stack.client(third) as client:
         counts = client.batches.retrieve(batch_id).request_counts
         assert counts is not None and counts.completed < 400, "most of it is still to do"
+        local_stack.engines[0].rests_after = None
         ended = wait_for(client, batch_id, "completed")
         assert len(custom_ids(client, ended.output_file_id)) == 600
 

@@ -55,7 +55,7 @@ def test_a_batch_that_cannot_go_on_makes_room(
             return batch.status
 
     with local_stack.client(acme) as client, local_stack.client(globex) as other:
-        held = begin(client, lines(1000, max_tokens=60))
+        held = begin(client, lines(3000, max_tokens=60))
         wait_for(client, held, "in_progress")
         local_stack.call(suspend())
         wait_for(other, begin(other, lines(3)), "completed")
