@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.adapter_tiers import AdapterTiers
+from engine.beams import BeamOptions
 from engine.block_pool import BlockPool
 from engine.constraints import Grammar
 from engine.loop import EngineLoop
@@ -20,6 +21,7 @@ from engine.rank_pages import RankPages
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.background import account_name
 from engine.sequence import FinishReason, Request
 from engine.step import SamplingParams, TokenLogprobs
 from kernels.native import release_threads
@@ -64,6 +66,34 @@ def random_request(rng: random.Random, number: int, vocab_size: int, digest: byt
     )
 
 
+def company(vocab_size: int, digests: Sequence[bytes], seed: int) -> list[Request]:
+    """Background work that fills all seats; then searches and greedy requests, of adapters in turn."""
+    rng = random.Random(seed)
+    found: list[Request] = []
+    for number in range(MAX_NUM_SEQS + 9):
+        is_background = number < MAX_NUM_SEQS
+        width = 1 if is_background or number % 3 == 1 else rng.choice((2, 3, 4))
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randrange(10, 60))]
+        count = rng.randrange(20, 40)
+        digest = b"" if is_background else digests[number % len(digests)]
+        beams = BeamOptions(width, count, frozenset(rng.sample(range(vocab_size), 3))) if width > 1 else None
+        found.append(
+            Request(
+                link="link",
+                request_id=number,
+                prompt=prompt,
+                sampling=(SamplingParams(logprobs=beams.num_candidates if beams else None),) * width,
+                max_len=len(prompt) + count,
+                block_root=b"root" + digest,
+                adapter_digest=digest,
+                stop_token_ids=beams.end_tokens if beams else frozenset(),
+                beams=beams,
+                tenant=account_name("tenant", background=is_background),
+            )
+        )
+    return found
+
+
 @dataclass
 class Served:
     """What came of all choices of all requests."""
@@ -76,6 +106,7 @@ class Served:
     cached: dict[int, int] = field(default_factory=dict)
     """By request: tokens of its prompt that were cached."""
     num_preemptions: int = 0
+    num_yields: int = 0
     num_steps: int = 0
 
     def deliver(self, outputs: Mapping[Hashable, LinkOutput]) -> None:
@@ -166,4 +197,5 @@ def serve_requests(
     assert scheduler.num_free_blocks == num_blocks
     tiers.close()
     served.num_preemptions = scheduler.num_preemptions
+    served.num_yields = int(scheduler.figures()["seat_yields"])
     return served

@@ -9,7 +9,7 @@ import pytest
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.sequence import FinishReason
-from tests.engine.sampled_serving import Served, serve
+from tests.engine.sampled_serving import MAX_NUM_SEQS, Served, company, serve, serve_requests
 from tests.model_zoo import save_adapter, save_tiny_model
 
 NUM_PAGES = 2
@@ -49,3 +49,31 @@ def test_the_same_text_with_a_step_under_way(zoo: tuple[LoadedModel, dict[bytes,
         assert (got.tokens, got.ends) == (want.tokens, want.ends)
         for key, logprobs in want.logprobs.items():
             assert got.logprobs[key] == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_searches_beside_background_work_with_a_step_under_way(
+    zoo: tuple[LoadedModel, dict[bytes, Path]],
+) -> None:
+    """Beams share blocks and copy them, and background work gives way, while a step computes."""
+    model, folders = zoo
+
+    def run_company(*, num_blocks: int, overlap: bool) -> Served:
+        requests = company(model.config.vocab_size, [b"", *folders], seed=1)
+        runner = Runner(model, num_blocks=num_blocks, num_rank_pages=NUM_PAGES)
+        return serve_requests(
+            model,
+            runner,
+            requests,
+            num_blocks=num_blocks,
+            overlap=overlap,
+            folders=folders,
+            num_pages=NUM_PAGES,
+            at_once=MAX_NUM_SEQS,
+        )
+
+    want = run_company(num_blocks=120, overlap=False)
+    assert want.num_yields, "background work gives way"
+    for num_blocks in (120, 22):
+        got = run_company(num_blocks=num_blocks, overlap=True)
+        assert (got.num_preemptions > 0) == (num_blocks == 22)
+        assert (got.tokens, got.ends) == (want.tokens, want.ends)

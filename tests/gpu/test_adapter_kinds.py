@@ -20,7 +20,7 @@ from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import load_model
 from engine.runner import Runner
-from engine.step import SamplingParams, StepAdapter
+from engine.step import PromptScoring, SamplingParams, StepAdapter, StepPlan, StepRow
 from kernels import reference
 from kernels.lora import apply_vectors
 from kernels.plans import GAIN_ROW, RANK_PAGE, SHIFT_ROW, LoraPool, RowVectors
@@ -108,6 +108,23 @@ def test_all_kinds_in_one_batch_answer_as_peft_does(zoo: Zoo, engine: Engine) ->
     StepDriver(engine.runner, NUM_BLOCKS, token_budget=200).run([request for _, request in named])
     answers = [Answer(name, tuple(request.prompt), tuple(request.tokens)) for name, request in named]
     assert_only_ties(differences(zoo.model, KINDS, zoo.folders, answers))
+
+
+def test_no_launch_waits_for_the_device(zoo: Zoo, engine: Engine) -> None:
+    """Whatever an adapter has beside its ranks, and where its prompt is scored as well."""
+    rows = []
+    for i, (name, adapter) in enumerate(engine.adapters.items()):
+        tokens = prompt(zoo, name, 20, seed=3)
+        scoring = PromptScoring(0, tokens[1:], 2) if i % 2 else None
+        rows.append(
+            StepRow(i, tokens, 0, (2 * i, 2 * i + 1), adapter, sampling=SamplingParams(), scoring=scoring)
+        )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = engine.runner.submit(StepPlan(tuple(rows)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(row.error is None for row in step.result().rows)
 
 
 def test_nan_in_one_kind_reaches_no_other_row(zoo: Zoo, engine: Engine) -> None:
