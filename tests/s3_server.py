@@ -32,7 +32,8 @@ class S3Server:
         self.num_refused = 0
         """Connections that were closed at once."""
         self._guard = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -52,6 +53,8 @@ class S3Server:
             urllib.request.urlopen(request).close()
 
     def stop(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
+        self._accepting.join()
         self._listener.close()
         self._server.stop()
 

@@ -38,7 +38,7 @@ def test_every_token_of_a_large_vocabulary_counts() -> None:
 
 def test_long_prompts_that_nearly_match_everywhere_take_no_longer() -> None:
     prompt = [7] * 200_000
-    began = time.perf_counter()
+    began = time.thread_time()
     for invocation in ([7] * 1000 + [8], [8] + [7] * 1000, [7] * 500 + [8] + [7] * 500):
         assert activation_start(prompt, invocation) is None
-    assert time.perf_counter() - began < 1.0
+    assert time.thread_time() - began < 1.0

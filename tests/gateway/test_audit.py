@@ -70,7 +70,7 @@ async def test_changes_of_tenants_keys_and_limits_are_noted_with_what_differs(pl
     assert found[7]["before"]["note"] == "ci" and found[7]["after"] == {}
     for entry in found:
         assert (entry["by"], entry["key"], entry["address"]) == ("operator", "operator", "127.0.0.1")
-        assert entry["tenant"] == "acme" and abs(entry["at"] - time.time()) < 60
+        assert entry["tenant"] == "acme" and abs(entry["at"] - time.time()) < 600
     raw = str(await plane.services.redis.xrange(AUDIT_STREAM))
     records = await plane.services.keys.of_tenant("acme")
     for secret in (key["key"], new["key"], *(record.digest.hex() for record in records)):
@@ -195,7 +195,7 @@ async def test_entries_go_when_they_are_old_and_not_before(
         async with trimming(audit, None):
             await asyncio.sleep(0.05)
         assert len((await audit.page(AuditQuery())).entries) == 2
-        async with trimming(audit, 3), asyncio.timeout(5):
+        async with trimming(audit, 3), asyncio.timeout(60):
             while len((await audit.page(AuditQuery())).entries) > 1:
                 await asyncio.sleep(0.01)
         assert [entry.change.object for entry in (await audit.page(AuditQuery())).entries] == ["2"]

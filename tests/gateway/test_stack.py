@@ -53,7 +53,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
@@ -90,7 +90,7 @@ async def running(
     finally:
         if not task.done():
             os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait([task], timeout=20)
+        await asyncio.wait([task], timeout=60)
         assert task.done()
 
 
@@ -159,7 +159,7 @@ asyncio.run(stack.run_stack(a_plan(folder), lambda line: None))
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
     try:
-        await until(lambda: pid_of("orphan", tmp_path) is not None, 30)
+        await until(lambda: pid_of("orphan", tmp_path) is not None)
     finally:
         parent.kill()
         await parent.wait()
@@ -185,7 +185,7 @@ async def test_the_embedded_valkey_keeps_what_it_acknowledged(tmp_path: Path) ->
     for attempt in range(2):
         process = await asyncio.create_subprocess_exec(*valkey.argv, stdout=asyncio.subprocess.DEVNULL)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not await valkey.healthy():
                     await asyncio.sleep(0.02)
             async with Redis(host="127.0.0.1", port=plan.redis_port) as redis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ async def change(plane: ControlPlane, headers: dict[str, str], changes: dict[str
     find = plane.services.authenticator.authenticate
     before = await find(headers["Authorization"])
     assert (await plane.admin("PATCH", "/tenants/acme", changes)).status_code == 200
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await find(headers["Authorization"]) == before:
             await asyncio.sleep(0.01)
 
@@ -109,7 +110,7 @@ async def test_limits_reach_every_gateway_with_the_key(
             "base_models": ["b"],
         }
         await plane.admin("PATCH", "/tenants/acme", changes)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while caller.limits != TenantLimits(adapters=1):
                 await asyncio.sleep(0.01)
                 caller = await elsewhere.services.authenticator.authenticate(header)
@@ -170,13 +171,15 @@ async def test_a_rotated_key_goes_on_for_the_grace_and_the_new_one_at_once(plane
         return answer.status_code
 
     assert await status(old) == 200
+    rotated_at = int(time.time())
     new = await rotate(old, 300)
     for name in ("scopes", "note", "limits"):
         assert new[name] == old[name]
-    assert new["id"] != old["id"] and abs(new["expires"] - old["expires"]) <= 1, "its lifetime begins anew"
+    assert new["id"] != old["id"]
+    assert rotated_at + 599 <= new["expires"] <= time.time() + 601, "its lifetime begins anew"
     assert (await status(old), await status(new)) == (200, 200)
     newest = await rotate(new, 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await status(new) != 401:
             await asyncio.sleep(0.01)
     assert (await status(old), await status(newest)) == (200, 200)
@@ -185,7 +188,7 @@ async def test_a_rotated_key_goes_on_for_the_grace_and_the_new_one_at_once(plane
     assert 0 < old["expires"] - listed[old["id"]]["expires"] <= 300, "it stops after the grace"
     gone = await plane.admin("POST", f"/tenants/acme/keys/{new['id']}/rotate")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "key_not_found")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await status(brief) != 401:
             await asyncio.sleep(0.05)
     expired = await plane.admin("POST", f"/tenants/acme/keys/{brief['id']}/rotate")
