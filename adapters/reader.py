@@ -36,13 +36,18 @@ def read_layout(folder: Path, shape: BaseModelShape) -> AdapterLayout:
 
 def read_config(folder: Path) -> LoraConfig:
     """The config in `folder`. Raises as `read_layout`."""
+    return parse_config(read_raw_config(folder))
+
+
+def read_raw_config(folder: Path) -> bytes:
+    """The config's file, or as much of it as shows that it is too long. Raises as `read_layout`."""
     path = folder / CONFIG_FILE
     if not path.exists():
         raise InvalidAdapter(
             f"The adapter has no {CONFIG_FILE}; give the folder that PEFT wrote.", CONFIG_FILE
         )
     with path.open("rb") as file:
-        return parse_config(file.read(MAX_CONFIG_BYTES + 1))
+        return file.read(MAX_CONFIG_BYTES + 1)
 
 
 def lay_out(config: LoraConfig, tensors: Sequence[StoredTensor], shape: BaseModelShape) -> AdapterLayout:

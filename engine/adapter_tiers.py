@@ -31,6 +31,10 @@ MAX_LOADS = 6
 from a slow store keeps nobody from a place. Few, so that whoever is asked for next, in the order of
 fairness, does not stand behind all the adapters that somebody else has named at once."""
 
+READ_SECONDS = 60.0
+"""After so long, those who wait for a read of the local disk are told that it hangs. What a remote store
+takes is for that store to bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -92,6 +96,8 @@ class AdapterTiers:
         self._loading: dict[bytes, Future[None]] = {}
         self._forgetting: set[bytes] = set()
         self._tenants: dict[bytes, str] = {}  # for whom each of them is; "": nobody who is known yet
+        self._reading: dict[bytes, float] = {}  # since when, of the local disk; written by the pool's threads
+        self._told: set[bytes] = set()  # of these, those whose read is known to hang
         self._begun: dict[bytes, Future[None]] = {}  # by `begin`, and not known to the loop's thread yet
         self._lock = threading.Lock()  # over who begins a load, and who takes one in
         self._done: queue.SimpleQueue[Loaded | LoadFailed | bytes] = queue.SimpleQueue()
@@ -177,6 +183,7 @@ class AdapterTiers:
 
     def poll(self, num_waiting: Callable[[bytes], int] = lambda digest: 0) -> list[Loaded | LoadFailed]:
         """The loads that have ended since the last call; loaded adapters are in host memory, as room allows.
+        A read that hangs is told as a failure, and goes on.
 
         Copies beyond the budget are dropped: first those that no sequence waits for, or one that waits could
         be kept from its adapter for ever, by others that are read ahead. The last one loaded goes last of
@@ -199,9 +206,26 @@ class AdapterTiers:
                 self._tenants.pop(outcome.digest, None)
                 if isinstance(outcome, Loaded):
                     self._copies[outcome.digest] = outcome.copy
+            self._told.discard(outcome.digest)
             self._note(outcome, num_waiting)
             ended.append(outcome)
-        return ended
+        return ended + self._hanging(num_waiting)
+
+    def _hanging(self, num_waiting: Callable[[bytes], int]) -> list[Loaded | LoadFailed]:
+        """A failure for each read that hangs, once and whenever somebody waits for it. It stays under way, so
+        that nobody begins another that would hang as well; if it comes to its end, that is told.
+        """
+        failures: list[Loaded | LoadFailed] = []
+        latest = time.monotonic() - READ_SECONDS
+        for digest, since in self._reading.copy().items():
+            if since > latest or (digest in self._told and not num_waiting(digest)):
+                continue
+            if digest not in self._told:
+                self._told.add(digest)
+                self.counters.loads_failed += 1
+                logger.warning("the read of adapter %s hangs", digest.hex()[:12])
+            failures.append(LoadFailed(digest, f"its files could not be read in {READ_SECONDS:.0f} seconds"))
+        return failures
 
     def _note(self, outcome: Loaded | LoadFailed, num_waiting: Callable[[bytes], int]) -> None:
         if isinstance(outcome, LoadFailed):
@@ -253,8 +277,11 @@ class AdapterTiers:
     def _load(self, digest: bytes) -> None:
         outcome: Loaded | LoadFailed
         begin = time.monotonic()
+        self._reading[digest] = begin
         try:
             was_local = self._is_local(digest)
+            if not was_local:
+                del self._reading[digest]
             copy = self._read(digest)
             fault = self._fault(copy)
             if fault:
@@ -269,6 +296,7 @@ class AdapterTiers:
         except Exception as error:
             logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
             outcome = LoadFailed(digest, str(error) or type(error).__name__)
+        self._reading.pop(digest, None)
         self._done.put(outcome)
         self._wake()
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from adapters.blob_store import BlobReader, open_reader
+from engine.adapter_readers import Readers
 from engine.adapter_tiers import NUM_READERS, AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.constraints import Grammars, make_grammars
@@ -75,11 +76,11 @@ def assemble(settings: EngineSettings) -> Core:
     _prepare(settings, model, runner, limits, host_bytes)
     release_threads()  # of this thread: from here on the loop's computes
 
-    readers = threading.Semaphore(NUM_READERS)
+    readers = Readers(NUM_READERS)
 
     def read(digest: bytes) -> HostAdapter:
         try:
-            with store.reading(digest) as folder, readers:
+            with store.reading(digest) as folder, readers.place():
                 if device == "cuda":
                     return read_adapter(folder, model.network, pin=True)
                 return read_as_stored(folder, model.network)

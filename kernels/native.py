@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -97,9 +98,15 @@ def release_threads() -> None:
     they outnumber the cores, those at a barrier go to sleep where they would have spun: a decode step of one
     row then took 23.4 ms in place of 15.4 (SmolLM2-135M, two cores).
     """
-    pause = getattr(ctypes.CDLL(_openmp_runtime()), "omp_pause_resource_all", None)
+    pause = _pause_function()
     if pause is not None:
         pause(_PAUSE_SOFT)
+
+
+@functools.cache
+def _pause_function() -> Callable[[int], int] | None:
+    """``omp_pause_resource_all``, if the runtime has it. To find the runtime takes a millisecond."""
+    return getattr(ctypes.CDLL(_openmp_runtime()), "omp_pause_resource_all", None)
 
 
 def _open_or_build(compiler: str, dtype: torch.dtype) -> ctypes.CDLL:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from adapters.layout import LowRank
-from adapters.reader import read_config
+from adapters.peft_config import LoraConfig, parse_config
+from adapters.reader import read_raw_config
 from adapters.weight_files import read_headers
 from engine.model import huge_pages
 from engine.model.adapter_packing import GroupUpdates, PackingPlan, StoredWeights, packing_plan
@@ -22,6 +23,10 @@ from engine.model.llama import LlamaModel
 from kernels.packing import pack
 from kernels.plans import GAIN_ROW, RANK_PAGE, SHIFT_ROW
 
+_MOST_KEPT = 64
+"""Configs that are kept parsed."""
+_LARGEST_KEPT = 16 * 1024
+"""Bytes of such a config; one may have a megabyte of patterns."""
 _MOST_RESERVED = 64
 """Adapters whose host memory is page-locked at the start: those of a small model are soon locked."""
 
@@ -39,7 +44,7 @@ def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter
         adapters.errors.InvalidAdapter: the files do not fit the model.
     """
     config = network.config
-    plan = packing_plan(read_config(folder), read_headers(folder), config, network.dtype)
+    plan = packing_plan(_read_config(folder), read_headers(folder), config, network.dtype)
     layout, tensors = plan.layout, AdapterTensors(folder)
     block = HostBlock.empty(plan.num_pages, config, network.dtype, pin=pin)
     pack([tensors.file(name) for name in plan.files], plan.copies, block.weights)
@@ -62,12 +67,23 @@ def read_as_stored(folder: Path, network: LlamaModel) -> HostAdapter:
     pages is little more than the copy from host memory would be. Else as `read_adapter`, which says more.
     """
     headers = read_headers(folder)
-    plan = packing_plan(read_config(folder), headers, network.config, network.dtype)
+    plan = packing_plan(_read_config(folder), headers, network.config, network.dtype)
     if plan.vectors or _has_ends(plan, network):
         return read_adapter(folder, network, pin=False)
     contents = tuple(_content(folder / name, header.file_size) for name, header in headers.files)
     nbytes = sum(huge_pages.taken_for(len(content)) for content in contents)
     return HostAdapter(plan.rank, plan.num_pages, nbytes, {}, stored=StoredWeights(plan, contents))
+
+
+def _read_config(folder: Path) -> LoraConfig:
+    """The adapter's config. Others have had the same to the byte; to parse it again would take 0.2 ms of
+    Python, for which the engine's loop waits.
+    """
+    raw = read_raw_config(folder)
+    return _kept_config(raw) if len(raw) <= _LARGEST_KEPT else parse_config(raw)
+
+
+_kept_config = functools.lru_cache(_MOST_KEPT)(parse_config)
 
 
 def _has_ends(plan: PackingPlan, network: LlamaModel) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from builders import FakeAdapter, FakeStore, digest_of
 
-from engine import adapter_counters
+from engine import adapter_counters, adapter_tiers
 from engine.adapter_tiers import MAX_LOADS, NUM_LOAD_THREADS, AdapterTiers, Loaded, LoadFailed
 
 
@@ -155,6 +155,51 @@ def test_reads_that_hang_keep_no_other_tenant_from_its_own(
     wait_until_read(tiers)
     assert set(tiers.held()) == {*under_way, *mine}
     assert tiers.want(digest_of("a11"), "a") is None and tiers.is_loading, "all places are free again"
+
+
+def test_who_waits_for_a_read_that_hangs_is_told_and_the_read_is_taken_when_it_ends(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_tiers, "READ_SECONDS", 0.02)
+    release = threading.Event()
+
+    def read(digest: bytes) -> FakeAdapter:
+        release.wait(20)
+        return store.read(digest)
+
+    tiers = make_tiers(read=read)
+    digest = store.add("a")
+    store.local.add(digest)
+    tiers.want(digest)
+    failure = poll_until(tiers, 1)[0]
+    assert isinstance(failure, LoadFailed) and "could not be read in" in failure.reason
+    assert tiers.poll() == [], "once is enough where nobody waits"
+    assert tiers.want(digest) is None and tiers.loading() == [digest], "no second read begins"
+    assert tiers.poll(lambda _: 1) == [failure], "who waits now is told as well"
+    assert tiers.counters.loads_failed == 1
+    release.set()
+    assert isinstance(poll_until(tiers, 1)[0], Loaded)
+    assert store.reads == [digest] and tiers.want(digest) is not None
+
+
+def test_a_store_that_is_far_away_may_take_as_long_as_it_takes(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_tiers, "READ_SECONDS", 0.0)
+    begun, release = threading.Event(), threading.Event()
+
+    def read(digest: bytes) -> FakeAdapter:
+        begun.set()
+        release.wait(20)
+        return store.read(digest)
+
+    tiers = make_tiers(read=read)
+    digest = store.add("a")
+    tiers.want(digest)
+    assert begun.wait(5)
+    assert tiers.poll(lambda _: 1) == []
+    release.set()
+    assert isinstance(poll_until(tiers, 1)[0], Loaded)
 
 
 def test_only_so_many_loads_are_under_way(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:

@@ -48,6 +48,13 @@ def test_there_are_kernels_here_and_one_openmp_runtime(dtype: torch.dtype) -> No
     )
 
 
+def test_to_release_threads_looks_for_the_runtime_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load of an adapter does: to look takes longer than to read one."""
+    native.release_threads()
+    monkeypatch.setattr(native, "_openmp_runtime", lambda: pytest.fail("looked for again"))
+    native.release_threads()
+
+
 def test_without_a_compiler_the_reference_serves_and_one_line_says_so(
     fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

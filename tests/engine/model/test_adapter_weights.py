@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from adapters.errors import InvalidAdapter
-from adapters.peft_config import LoraConfig
+from adapters.peft_config import LoraConfig, parse_config
 from adapters.reader import read_config
 from adapters.safetensors_header import RawHeader
 from adapters.weight_files import RawHeaders, read_headers
@@ -157,6 +158,27 @@ def test_plans_are_kept_by_what_decides_them(
     assert plan(config, headers=huge) is not plan(config, headers=huge), "megabytes are not kept"
     with pytest.raises(InvalidAdapter, match="trainable_token_indices"):
         plan(replace(config, token_indices={"embed_tokens": (3,)}))
+
+
+def test_a_config_is_parsed_once_and_never_taken_for_another(
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, network = base
+    folder = save_adapter(model, tmp_path / "adapter", rank=4, targets=("q_proj",), seed=1)
+    parsed: list[bytes] = []
+
+    def parse(raw: bytes) -> LoraConfig:
+        parsed.append(raw)
+        return parse_config(raw)
+
+    monkeypatch.setattr(adapter_reading, "_kept_config", lru_cache(4)(parse))
+    first, again = (read_adapter(folder, network, pin=False) for _ in range(2))
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 40}))
+    louder = read_adapter(folder, network, pin=False)
+    assert len(parsed) == 2
+    assert torch.equal(again.groups["qkv"].scales, first.groups["qkv"].scales)
+    assert louder.groups["qkv"].scales.max() == 10 > first.groups["qkv"].scales.max()
 
 
 def test_the_rehearsed_plan_is_that_of_an_adapter_from_peft(
