@@ -30,8 +30,9 @@ from engine.step_memory import measure_step_memory
 from kernels.native import release_threads
 from protos import engine_pb2 as pb
 
-_MOST_RESERVED = 4 << 30
-"""Bytes of host memory page-locked at the start. To lock all that adapters may take would take too long."""
+_MOST_RESERVED = 8 << 30
+"""Bytes of host memory page-locked at the start: all that adapters may take by default. To lock far more
+would take too long."""
 _SPREAD_PROMPTS = {"cpu": 0, "cuda": 256}
 """See `SchedulerLimits`: on a CPU no token of a prompt is cheaper than another."""
 

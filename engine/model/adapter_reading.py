@@ -29,6 +29,8 @@ _LARGEST_KEPT = 16 * 1024
 """Bytes of such a config; one may have a megabyte of patterns."""
 _MOST_RESERVED = 64
 """Adapters whose host memory is page-locked at the start: those of a small model are soon locked."""
+_UNDER_WAY = 4
+"""Adapters that are being read, or have been and no budget counts them yet."""
 
 
 def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter:
@@ -104,7 +106,8 @@ def _content(path: Path, size: int) -> torch.Tensor:
 
 
 def reserve_host_memory(network: LlamaModel, *, nbytes: int, max_rank: int) -> None:
-    """Page-lock memory for adapters to come: one of the largest rank, and of one page as many as fit.
+    """Page-lock memory for adapters to come: one of the largest rank, and of one page as many as fit into
+    ``nbytes``, and a few more for those under way.
 
     To lock memory makes every launch on the device wait, so it is better not done while sequences decode.
     torch keeps what is given back here, and gives it out again to whoever asks for as much.
@@ -115,6 +118,8 @@ def reserve_host_memory(network: LlamaModel, *, nbytes: int, max_rank: int) -> N
         held.append(HostBlock.empty(num_pages, network.config, network.dtype, pin=True))
         nbytes -= held[-1].nbytes
         num_pages = 1
+    for _ in range(_UNDER_WAY if held else 0):
+        held.append(HostBlock.empty(1, network.config, network.dtype, pin=True))
 
 
 def _fill_vectors(
