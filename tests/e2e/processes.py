@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
     """Polls until the condition holds; fails the test when it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -113,13 +115,23 @@ class Service:
         self._process.kill()
         self._process.wait()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does nothing during the block, unless it is killed meanwhile."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """Asks it to end, and kills it if it has not soon."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
         try:
-            self._process.wait(timeout=15)
+            self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.kill()
 
@@ -244,6 +256,6 @@ def adapters_command(*arguments: str, url: str, key: str) -> subprocess.Complete
         env={**os.environ, "LORAPLEX_URL": url, "LORAPLEX_API_KEY": key},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )

@@ -79,8 +79,10 @@ async def test_a_stream_goes_on_with_the_version_that_it_began_with(zoo: TinyZoo
         await stream.close()
     assert during is not None and (during.model, during.cached_tokens) == ("sql@2", 0)
     assert_answers_as(zoo, "second", prompt, during)
-    assert text == ask(tiny_stack, key, "sql@1", prompt, num_tokens).text
-    assert text.startswith(zoo.expected("first", prompt, 16)[0])
+    # Of a character that the last token does not finish, half is another text.
+    whole = ask(tiny_stack, key, "sql@1", prompt, num_tokens).text
+    assert text.rstrip("\ufffd") == whole.rstrip("\ufffd")
+    assert text.startswith(zoo.expected("first", prompt, 16)[0].rstrip("\ufffd"))
 
 
 def test_two_tenants_with_one_name_share_no_block(zoo: TinyZoo, tiny_stack: Stack) -> None:
