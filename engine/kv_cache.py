@@ -28,7 +28,10 @@ class KVCache:
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in self.data]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, ``(source, target)``, in all layers. No target may be another pair's source."""
+        """Copy whole blocks, ``(source, target)``, in all layers.
+
+        All sources are read before a target is written: what one pair has left may be the target of another.
+        """
         if not copies:
             return
         sources, targets = to_device(np.array(copies, np.int64).T.copy(), self.data.device)
