@@ -13,9 +13,7 @@ whoever sends made-up keys costs Redis little. `gateway/failed_logins.py` slows 
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -25,23 +23,18 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import SecretStr
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 from starlette.datastructures import Headers
 
 from adapters.loop_timeout import LoopTimeout
-from gateway import tasks
 from gateway.errors import ApiError
 from gateway.failed_logins import FailedLogins
 from gateway.key_lookup import KeyLookup
 from gateway.keys import NO_TENANT, OPERATOR_ID, KeyRecord, Keys, digest_of, id_of
 from gateway.limits import NO_LIMITS, NO_RATES, RateLimits, TenantLimits
+from gateway.redis_push import RedisPush
 from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenant
 
-logger = logging.getLogger(__name__)
-
-_HEARTBEAT_S = 0.2
-_SILENCE_S = 0.5
 _MAX_AGE_WITHOUT_PUSH_S = 0.4
 _LOOKUP_TIMEOUT_S = 1.0
 _RETRY_S = 0.25
@@ -106,18 +99,16 @@ class Authenticator:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, float] = OrderedDict()  # ids that Redis had not, by when it was asked
         self._changes = 0  # counts what was pushed, so that a look-up that a change overtook is not kept
-        self._pushed_since: float | None = None  # None while the push is lost
+        self._push = RedisPush(redis, AUTH_CHANNEL, self._apply)
         self._redis_failed_at = float("-inf")
-        self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Follows changes from now on, in a task of its own. Returns at once, also while Redis is away."""
-        self._follower = asyncio.create_task(self._follow(), name="auth-push")
+        """Follows changes from now on. Returns at once, also while Redis is away."""
+        await self._push.start()
 
     async def close(self) -> None:
-        """Ends the task that `start` began."""
-        if self._follower:
-            await tasks.cancel(self._follower)
+        """Ends what `start` began."""
+        await self._push.close()
 
     async def authenticate(self, header: str | None, address: str = "") -> Principal:
         """Returns whose key the header holds; `address` is where it comes from.
@@ -185,9 +176,9 @@ class Authenticator:
 
     def _fresh(self, checked_at: float, now: float, cache_s: float) -> bool:
         """Whether what Redis said then may be believed now."""
-        if self._pushed_since is None:
+        if self._push.since is None:
             return now - checked_at < _MAX_AGE_WITHOUT_PUSH_S
-        return checked_at >= self._pushed_since and now - checked_at < cache_s
+        return checked_at >= self._push.since and now - checked_at < cache_s
 
     async def _look_up(self, key_id: str) -> _Entry | None:
         changes, checked_at = self._changes, time.monotonic()
@@ -203,41 +194,8 @@ class Authenticator:
             _remember(self._entries, key_id, entry, _MAX_ENTRIES)
         return entry
 
-    async def _follow(self) -> None:
-        """Listens to Redis' push for ever, and begins anew when it is lost."""
-        while True:
-            try:
-                async with self._redis.pubsub() as pubsub:
-                    async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
-                        await pubsub.subscribe(AUTH_CHANNEL)
-                    await self._listen(pubsub)
-            except (RedisError, OSError, TimeoutError) as error:
-                if self._pushed_since is not None:
-                    logger.debug("lost the push of key changes (%s); asking Redis", type(error).__name__)
-                self._pushed_since = None
-            await asyncio.sleep(_RETRY_S)
-
-    async def _listen(self, pubsub: PubSub) -> None:
-        """Applies messages until the connection breaks, or is
-        silent for longer than a heartbeat's answer takes."""
-        heard_at = time.monotonic()
-        while True:
-            async with asyncio.timeout(_SILENCE_S):
-                message = await pubsub.get_message(timeout=_HEARTBEAT_S)
-            if message is None:
-                if time.monotonic() - heard_at > _SILENCE_S:
-                    raise TimeoutError
-                await pubsub.ping()
-                continue
-            heard_at = time.monotonic()
-            if message["type"] == "subscribe":
-                # Also after redis-py reconnected on its own: what was cached before may have missed a change.
-                self._pushed_since = heard_at
-            elif message["type"] == "message":
-                self._apply(message["data"])
-
-    def _apply(self, data: bytes | str) -> None:
-        kind, _, name = (data.decode() if isinstance(data, bytes) else data).partition(":")
+    def _apply(self, change: str) -> None:
+        kind, _, name = change.partition(":")
         self._changes += 1
         if kind == "key":
             self._entries.pop(name, None)

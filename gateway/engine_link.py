@@ -24,7 +24,6 @@ from protos.engine_pb2 import (
     LinkResponse,
     ModelInfo,
     Started,
-    Submit,
     TokenLogprobs,
 )
 from protos.engine_pb2_grpc import EngineStub
@@ -129,15 +128,15 @@ class EngineLink:
         """Choices that run or wait on this link."""
         return sum(len(placement.open) for placement in self._placements.values())
 
-    def submit(self, submit: Submit, receiver: Receiver, choices: Sequence[int]) -> int:
-        """Sends a request, whose seeds belong to the receiver's
-        `choices` in this order. Returns its id on this link.
+    def submit(self, message: LinkRequest, receiver: Receiver, choices: Sequence[int]) -> int:
+        """Sends a message with a Submit, whose seeds belong to the receiver's `choices` in this order.
+        Returns the id on this link that it gives it. The message is the link's from now on.
         """
-        assert self.ready and len(submit.seeds) == len(choices)
+        assert self.ready and len(message.submit.seeds) == len(choices)
         request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
-        submit.request_id = request_id
+        message.submit.request_id = request_id
         self._placements[request_id] = _Placement(receiver, choices, set(range(len(choices))))
-        self._outbox.put_nowait(LinkRequest(submit=submit))
+        self._outbox.put_nowait(message)
         return request_id
 
     def announce(self, adapter_digest: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from gateway.engine_link import EngineLink
 from gateway.errors import ApiError
 from gateway.refusals import deadline_passed, engine_lost, no_engine, refused_by_all
-from protos.engine_pb2 import Finished, FinishReason, Started, Submit, TokenLogprobs
+from protos.engine_pb2 import Finished, FinishReason, LinkRequest, Started, Submit, TokenLogprobs
 
 _REFUSAL_MEMORY_S = 1.0
 # An engine ends a request at its deadline by itself; one that says nothing for so long after it has stopped.
@@ -264,14 +264,14 @@ class EngineStream:
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + self._resume_timeout_s
         while self._may_place and not self._closed:
-            choices, submit = self._next_to_place()
+            choices, message = self._next_to_place()
             now = time.monotonic()
             if now >= self._deadline:
                 raise deadline_passed()
-            submit.deadline_ms = max(1, round(1000 * (self._deadline - now)))
-            link = self._placer.choose(submit, self._model_digest, set(self._refused_by))
+            message.submit.deadline_ms = max(1, round(1000 * (self._deadline - now)))
+            link = self._placer.choose(message.submit, self._model_digest, set(self._refused_by))
             if link is not None:
-                request_id = link.submit(submit, self, choices)
+                request_id = link.submit(message, self, choices)
                 for wire_choice, index in enumerate(choices):
                     state = self._choices[index]
                     state.link, state.request_id, state.wire_choice = link, request_id, wire_choice
@@ -285,26 +285,26 @@ class EngineStream:
             await self._placer.changed(min(left_s, self._deadline - now, _REFUSAL_MEMORY_S))
             self._refused_by.clear()
 
-    def _next_to_place(self) -> tuple[list[int], Submit]:
+    def _next_to_place(self) -> tuple[list[int], LinkRequest]:
         """Returns the choices of one submission, and it: a
         prompt's choices without tokens together, others alone.
         """
         first = min(self._unplaced)
         state = self._choices[first]
-        submit = Submit()
-        submit.CopyFrom(state.submit)
+        message = LinkRequest(submit=state.submit)  # a copy, and the only one: prompts may be long
+        submit = message.submit
         if state.tokens:
             submit.seeds[:] = [state.seed]
             submit.output_tokens.extend(state.tokens)
             submit.ClearField("prompt_logprobs")  # told before the first token
-            return [first], submit
+            return [first], message
         own = takewhile(
             lambda index: self._choices[index].submit is state.submit, range(first, len(self._choices))
         )
         together = [index for index in own if index in self._unplaced and not self._choices[index].tokens]
         if len(together) < len(submit.seeds):
             submit.seeds[:] = [self._choices[index].seed for index in together]
-        return together, submit
+        return together, message
 
     def _nobody(self) -> ApiError:
         if self._refused_by:

@@ -5,24 +5,20 @@ it, but for what another tenant has granted to this one.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 
 from redis.exceptions import RedisError
 
 from adapters.identity import InvalidName
-from adapters.loop_timeout import LoopTimeout
-from adapters.model_ref import ModelRef, parse_model_ref
-from adapters.registry import AdapterVersion, Registry, Resolution
+from adapters.model_ref import parse_model_ref
+from adapters.registry import AdapterVersion, Resolution
 from gateway.auth import Principal
 from gateway.engine_client import EngineFleet
 from gateway.errors import ApiError, unavailable
+from gateway.known_adapters import KnownAdapters
 from gateway.tenants import PrefixSharing
 from protos.engine_pb2 import ModelInfo
-
-_LOOKUP_TIMEOUT_S = 1.0
-_MAX_KNOWN = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +49,11 @@ class ResolvedModel:
 
 
 class ModelResolver:
-    """Resolves `model` strings. Remembers its answers, for as long as Redis is away and no longer."""
+    """Resolves `model` strings, to a base model that an engine has or to one of the caller's adapters."""
 
-    def __init__(self, registry: Registry, engines: EngineFleet) -> None:
-        self._registry = registry
+    def __init__(self, adapters: KnownAdapters, engines: EngineFleet) -> None:
+        self._adapters = adapters
         self._engines = engines
-        self._known: OrderedDict[tuple[str, ModelRef], Resolution] = OrderedDict()
 
     async def resolve(self, name: str, caller: Principal, *, user: str | None = None) -> ResolvedModel:
         """Returns what `name` means for a request of the caller; while a canary runs, for its `user`.
@@ -100,21 +95,11 @@ class ModelResolver:
             ref = parse_model_ref(name)
         except InvalidName:
             return None
-        key = (caller.tenant_id, ref)
         try:
-            async with LoopTimeout(_LOOKUP_TIMEOUT_S):
-                found = await self._registry.resolve(*key)
+            return await self._adapters.resolve(caller.tenant_id, ref)
         except (RedisError, OSError, TimeoutError) as error:
-            if key in self._known:
-                return self._known[key]
             message = "Adapters cannot be looked up at the moment. Try again shortly."
             raise unavailable(message, code="registry_unavailable") from error
-        self._known.pop(key, None)
-        if found is not None:
-            self._known[key] = found
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
-        return found
 
 
 def may_use(caller: Principal, base: ModelInfo) -> bool:

@@ -25,6 +25,7 @@ from gateway.engine_client import EngineFleet
 from gateway.engine_metrics import EngineMetrics
 from gateway.housekeeping import housekeeping
 from gateway.keys import Keys
+from gateway.known_adapters import KnownAdapters
 from gateway.ledger_metrics import LedgerMetrics
 from gateway.metrics import Metrics
 from gateway.own_tokenizers import OwnTokenizers
@@ -98,6 +99,9 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await authenticator.start()
         stack.push_async_callback(authenticator.close)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
+        known_adapters = KnownAdapters(redis, registry)
+        await known_adapters.start()
+        stack.push_async_callback(known_adapters.close)
         sessions = UploadSessions(store.scratch, settings.uploads_per_tenant)
         await stack.enter_async_context(
             housekeeping(registry, store, sessions, grace_s=settings.store_grace_s)
@@ -128,7 +132,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             tokenizers=tokenizers,
             own_tokenizers=OwnTokenizers(tokenizers, partial(read_file, store)),
             templates=templates,
-            models=ModelResolver(registry, engines),
+            models=ModelResolver(known_adapters, engines),
             metrics=metrics,
             admissions=admissions,
             calls=CallLimits(redis, metrics.rejected),

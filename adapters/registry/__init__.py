@@ -19,6 +19,8 @@
     loraplex:{adapters}:revision:<tenant>           HASH  name → counts its changes; outlives a delete
     loraplex:{adapters}:unrecorded                  SET   tenant:name whose record in the store is out of date
 
+Each change of what a name means goes, as owner/name, over the channel loraplex:{adapters}:changes.
+
 Each verb is one script, so that it is atomic and one round trip; the braces keep the keys in one slot of a
 Redis Cluster. Blobs and records are elsewhere: `adapters.lifecycle` keeps them in step.
 """
@@ -28,9 +30,11 @@ from __future__ import annotations
 from adapters.registry.errors import AdapterConflict, AdapterNotFound
 from adapters.registry.names import Registry
 from adapters.registry.quotas import Quota
+from adapters.registry.scripts import CHANGES_CHANNEL
 from adapters.registry.versions import AdapterName, AdapterVersion, Canary, Event, Resolution
 
 __all__ = [
+    "CHANGES_CHANNEL",
     "AdapterConflict",
     "AdapterName",
     "AdapterNotFound",

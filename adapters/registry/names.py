@@ -177,7 +177,10 @@ return {'ok'}
 # → the names that it ever had.
 _FORGET = """
 local tenant = ARGV[1]
-for _, name in ipairs(redis.call('HKEYS', at('live', tenant))) do remove_name(tenant, name) end
+for _, name in ipairs(redis.call('HKEYS', at('live', tenant))) do
+    remove_name(tenant, name)
+    tell(tenant, name)
+end
 for _, granted in ipairs(redis.call('SMEMBERS', at('granted', tenant))) do
     local owner, name = string.match(granted, '^([^/]+)/(.+)$')
     redis.call('SREM', at('grants', owner, name), tenant)

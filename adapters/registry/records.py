@@ -43,6 +43,7 @@ local grants, log = cjson.decode(ARGV[11]), cjson.decode(ARGV[12])
 local present = redis.call('HGET', at('revision', tenant), name)
 if present and tonumber(present) >= tonumber(revision) then return 0 end
 remove_name(tenant, name)
+tell(tenant, name)
 redis.call('HSET', at('revision', tenant), name, revision)
 redis.call('HSET', at('last', tenant), name, last)
 redis.call('SREM', at('unrecorded'), tenant .. ':' .. name)

@@ -10,6 +10,8 @@ from redis.asyncio import Redis
 from adapters.script_batches import ScriptBatches
 
 _ROOT = "loraplex:{adapters}:"
+CHANGES_CHANNEL = _ROOT + "changes"
+"""Over which `owner/name` goes with each change of what a name means, or of who may use it."""
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 REFERENCES = _ROOT + "references"
@@ -88,8 +90,12 @@ local function over_quota(tenant, name, record, most_names, most_bytes)
     if tonumber(used) + values.nbytes > tonumber(most_bytes) then return 'bytes_quota', used end
 end
 
+-- Whoever remembers what the name means, or that it may use it, must ask again.
+local function tell(tenant, name) redis.call('PUBLISH', at('changes'), tenant .. '/' .. name) end
+
 -- The name's record in the store is out of date from here on.
 local function outdate(tenant, name)
+    tell(tenant, name)
     redis.call('HINCRBY', at('revision', tenant), name, 1)
     redis.call('SADD', at('unrecorded'), tenant .. ':' .. name)
 end

@@ -18,8 +18,8 @@ from redis.exceptions import RedisError
 
 from adapters.script_batches import ScriptBatches
 from gateway.accounts.entry import LedgerEntry
-from gateway.accounts.headers import Limit, Standing, rate_headers, refusal
-from gateway.accounts.rules import background_share, bound_output, limits_for, output_tokens_of, rules_of
+from gateway.accounts.headers import NO_STANDINGS, Rule, Standings, refusal
+from gateway.accounts.rules import amounts_for, background_share, bound_output, output_tokens_of, rules_of
 from gateway.accounts.windows import ADMIT, CONCURRENT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
@@ -53,8 +53,7 @@ class Admission:
     entry: LedgerEntry
     arrived_at: float
     """`time.perf_counter()` when the request came."""
-    standings: Sequence[Standing] = ()
-    """What is used of each limit, with this request."""
+    standings: Standings = NO_STANDINGS
     admitted: bool = True
     """False: Redis was away, so nothing is held, or nobody knows whether it is."""
     rooms: Sequence[Room] = ()
@@ -62,7 +61,7 @@ class Admission:
 
     def headers(self) -> dict[str, str]:
         """Returns `x-ratelimit-*`, for whatever is answered."""
-        return rate_headers(self.standings)
+        return self.standings.headers()
 
     @property
     def awaited(self) -> bool:
@@ -76,9 +75,11 @@ class _Asked:
 
     entry: LedgerEntry
     caller: Principal
-    limits: Sequence[Limit]
-    met: Sequence[Limit]
-    """The same, or for background work less."""
+    rules: Sequence[Rule]
+    amounts: Sequence[int]
+    """What it asks of each."""
+    met: Sequence[Rule]
+    """The rules, or for background work less."""
     at: float
     """`time.monotonic()`."""
     reply: asyncio.Future[bytes | str] | None
@@ -127,8 +128,8 @@ class Admissions:
                 continue
             most, until = self._spent.get((caller.tenant_id, rule.subject), (0, 0.0))
             if most == rule.most and now < until:
-                spent = Standing(Limit(*rule, amount=1), used=most, reset_ms=math.ceil((until - now) * 1000))
-                raise self._refusal(caller, adapter, [spent])
+                spent = Standings([rule], [1], used=[most], reset_ms=[math.ceil((until - now) * 1000)])
+                raise self._refusal(caller, adapter, spent)
 
     def admit(
         self,
@@ -156,7 +157,7 @@ class Admissions:
         input_tokens = sum(len(submit.prompt_tokens) for submit in submits)
         if open_ended:
             bound_output(submits, rules, input_tokens)
-        limits = limits_for(rules, input_tokens, output_tokens_of(submits))
+        amounts = amounts_for(rules, input_tokens, output_tokens_of(submits))
         arrived_ms = int((time.time() - (time.perf_counter() - arrived_at)) * 1000)
         entry = LedgerEntry(
             request_id,
@@ -169,33 +170,34 @@ class Admissions:
             model.adapter_digest.hex(),
             route,
         )
-        met = [background_share(limit) for limit in limits] if background else limits
-        asked = _Asked(entry, caller, limits, met, time.monotonic(), self._ask_for(entry, met))
+        met = list(map(background_share, rules, amounts)) if background else rules
+        reply = self._ask_for(entry, met, amounts)
+        asked = _Asked(entry, caller, rules, amounts, met, time.monotonic(), reply)
         return self._admission(asked, arrived_at)
 
     async def _admission(self, asked: _Asked, arrived_at: float) -> Admission:
         """Awaits what Redis says. Raises as `admit`."""
-        entry, caller, limits, met = asked.entry, asked.caller, asked.limits, asked.met
+        entry, caller, rules, met = asked.entry, asked.caller, asked.rules, asked.met
         reply = None if asked.reply is None else await self._reply(asked.reply)
         if reply is None:
             return Admission(entry, arrived_at, admitted=False)
         admitted, now_ms, *figures = reply
-        standings = [
-            Standing(limit, used, self._reset_ms(limit, start_ms, now_ms))
-            for limit, used, start_ms in zip(met, figures[::2], figures[1::2], strict=True)
-        ]
+        used, starts = figures[::2], figures[1::2]
+        standings = Standings(met, asked.amounts, used, self._resets(met, starts, now_ms))
         rooms = [
-            self._room(caller.tenant_id, limit, each.used)
-            for limit, each in zip(limits, standings, strict=True)
-            if limit.kind == CONCURRENT
+            self._room(caller.tenant_id, rule, in_use)
+            for rule, in_use in zip(rules, used, strict=True)
+            if rule.kind == CONCURRENT
         ]
         if not admitted:
-            if met is limits:  # else others still have what background work may not take
+            if met is rules:  # else others still have what background work may not take
                 self._remember(caller.tenant_id, standings, asked.at)
             raise self._refusal(caller, entry.adapter, standings)
         return Admission(entry, arrived_at, standings, rooms=rooms)
 
-    def _ask_for(self, entry: LedgerEntry, limits: Sequence[Limit]) -> asyncio.Future[bytes | str] | None:
+    def _ask_for(
+        self, entry: LedgerEntry, rules: Sequence[Rule], amounts: Sequence[int]
+    ) -> asyncio.Future[bytes | str] | None:
         """Runs the script, or returns None while Redis is away.
 
         After a failure one request tries again, after a while; others do not wait for it.
@@ -209,7 +211,7 @@ class Admissions:
             {
                 "lease": self._lease_ms,
                 "window": self._window_ms,
-                "limits": list(map(list, limits)),
+                "limits": [[*rule, amount] for rule, amount in zip(rules, amounts, strict=True)],
             }
         )
         return self._ask([root_of(entry.tenant)], [entry.id, asked, entry.to_wire()])
@@ -230,33 +232,38 @@ class Admissions:
             self._away_until = 0.0
         return orjson.loads(reply)
 
-    def _room(self, tenant_id: str, limit: Limit, used: int) -> Room:
+    def _room(self, tenant_id: str, rule: Rule, used: int) -> Room:
         """Returns the room of a limit, as all its running requests share it, with what is known of it now."""
-        key = (tenant_id, limit.subject)
+        key = (tenant_id, rule.subject)
         room = self._rooms.get(key)
         if room is None:
             if len(self._rooms) >= _MAX_ROOMS:
                 self._rooms.clear()  # what runs keeps its own, which is only told no more
             room = self._rooms[key] = Room()
-        room.is_scarce = 2 * used >= limit.most
+        room.is_scarce = 2 * used >= rule.most
         return room
 
-    def _reset_ms(self, limit: Limit, start_ms: int, now_ms: int) -> int:
-        if limit.kind == MONTH_TOKENS:
-            return _end_of_month(now_ms // _HOUR_MS) - now_ms
-        return start_ms + self._window_ms - now_ms if start_ms else 0
+    def _resets(self, rules: Sequence[Rule], starts: Sequence[int], now_ms: int) -> list[int]:
+        """Returns in how many ms each is as if nothing were used, from when its window began, in ms."""
+        passed = now_ms - self._window_ms
+        resets = [start_ms - passed if start_ms else 0 for start_ms in starts]
+        for at, rule in enumerate(rules):
+            if rule.kind == MONTH_TOKENS:
+                resets[at] = _end_of_month(now_ms // _HOUR_MS) - now_ms
+        return resets
 
-    def _remember(self, tenant_id: str, standings: Sequence[Standing], asked_at: float) -> None:
+    def _remember(self, tenant_id: str, standings: Standings, asked_at: float) -> None:
         """Keeps what refuses every request until a known time, counted from before Redis was asked."""
         if len(self._spent) >= _MAX_SPENT:
             now = time.monotonic()
             self._spent = {key: value for key, value in self._spent.items() if value[1] > now}
-        for each in standings:
-            if each.limit.kind == REQUESTS and each.refuses:
-                spent_until = asked_at + each.reset_ms / 1000
-                self._spent[tenant_id, each.limit.subject] = (each.limit.most, spent_until)
+        for at in standings.refusing():
+            rule = standings.rules[at]
+            if rule.kind == REQUESTS:
+                spent_until = asked_at + standings.reset_ms[at] / 1000
+                self._spent[tenant_id, rule.subject] = (rule.most, spent_until)
 
-    def _refusal(self, caller: Principal, adapter: str, standings: Sequence[Standing]) -> ApiError:
+    def _refusal(self, caller: Principal, adapter: str, standings: Standings) -> ApiError:
         error = refusal(standings)
         self._on_refusal(caller.tenant_id, adapter, error.param or "")
         return error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from gateway.accounts.windows import (
@@ -35,13 +37,12 @@ _CONCURRENT_RETRY_MS = 1000
 """Nobody knows when a request ends."""
 
 
-class Limit(NamedTuple):
-    """One limit that a request meets. `subject` is whose, as windows.py has it; `amount` what it asks for."""
+class Rule(NamedTuple):
+    """A limit that holds for a caller, whatever it asks for. `subject` is whose, as windows.py has it."""
 
     subject: str
     kind: str
     most: int
-    amount: int
 
     @property
     def owner(self) -> str:
@@ -52,41 +53,51 @@ class Limit(NamedTuple):
         return f"the {noun} '{name}'"
 
 
-class Standing(NamedTuple):
-    """What is used of a limit, and in how many ms all of it can be had again (0: it can now)."""
+@dataclass(frozen=True, slots=True)
+class Standings:
+    """How a request stands with each of the rules that it meets, a column for each figure."""
 
-    limit: Limit
-    used: int
-    reset_ms: int
+    rules: Sequence[Rule] = ()
+    amounts: Sequence[int] = ()
+    """What it asks for."""
+    used: Sequence[int] = ()
+    """What is used, with this request where it was admitted."""
+    reset_ms: Sequence[int] = ()
+    """In how many ms all of it can be had again; 0: it can now."""
 
-    @property
-    def left(self) -> int:
-        """What can still be had."""
-        return max(self.limit.most - self.used, 0)
+    def headers(self) -> dict[str, str]:
+        """Returns OpenAI's headers for the limits per minute that there are. Where a kind is limited for
+        several subjects, and in `-tokens` for input and output, the one with the least left is told.
+        """
+        rules = self.rules
+        left = [max(rule.most - used, 0) for rule, used in zip(rules, self.used, strict=True)]
+        scarcity = [(most, -reset_ms) for most, reset_ms in zip(left, self.reset_ms, strict=True)]
+        headers: dict[str, str] = {}
+        for name, places in _places_of(tuple(rules)).items():
+            at = min(places, key=scarcity.__getitem__)
+            headers[f"x-ratelimit-limit-{name}"] = str(rules[at].most)
+            headers[f"x-ratelimit-remaining-{name}"] = str(left[at])
+            headers[f"x-ratelimit-reset-{name}"] = duration(self.reset_ms[at])
+        return headers
 
-    @property
-    def refuses(self) -> bool:
-        """Whether the request asked for more than what is left."""
-        return self.used + self.limit.amount > self.limit.most
+    def refusing(self) -> list[int]:
+        """Returns the places of the rules of which less is left than the request asks for."""
+        columns = zip(self.rules, self.amounts, self.used, strict=True)
+        return [at for at, (rule, amount, used) in enumerate(columns) if used + amount > rule.most]
 
 
-def rate_headers(standings: Sequence[Standing]) -> dict[str, str]:
-    """Returns OpenAI's headers for the limits per minute that there are. Where a kind is limited for several
-    subjects, and in `-tokens` for input and output, the one with the least left is told.
-    """
-    scarcest: dict[str, Standing] = {}
-    for each in standings:
-        for name in _HEADERS_OF.get(each.limit.kind, ()):
-            other = scarcest.get(name)
-            if other is None or (each.left, -each.reset_ms) < (other.left, -other.reset_ms):
-                scarcest[name] = each
-    headers: dict[str, str] = {}
-    for name in _HEADER_NAMES:
-        if (each := scarcest.get(name)) is not None:
-            headers[f"x-ratelimit-limit-{name}"] = str(each.limit.most)
-            headers[f"x-ratelimit-remaining-{name}"] = str(each.left)
-            headers[f"x-ratelimit-reset-{name}"] = duration(each.reset_ms)
-    return headers
+NO_STANDINGS = Standings()
+"""Those of a request that meets no rule, or of which Redis has said nothing."""
+
+
+@lru_cache(maxsize=4096)
+def _places_of(rules: Sequence[Rule]) -> Mapping[str, Sequence[int]]:
+    """Returns the headers' names, and which rules each may tell of."""
+    places = {
+        name: [at for at, rule in enumerate(rules) if name in _HEADERS_OF.get(rule.kind, ())]
+        for name in _HEADER_NAMES
+    }
+    return {name: found for name, found in places.items() if found}
 
 
 def duration(ms: int) -> str:
@@ -98,34 +109,36 @@ def duration(ms: int) -> str:
     return f"{minutes}m{seconds}" if minutes else seconds
 
 
-def refusal(standings: Sequence[Standing]) -> ApiError:
+def refusal(standings: Standings) -> ApiError:
     """Returns the 429 for a request that some of these limits refuse: it tells of the one that lasts longest,
     since coming again before that is in vain.
     """
-    worst = max((each for each in standings if each.refuses), key=_wait_ms)
-    limit, wait_ms = worst.limit, _wait_ms(worst)
-    again = _AGAIN.get(limit.kind) or f"in {duration(wait_ms)}"
+
+    def wait_ms_of(at: int) -> int:
+        if standings.rules[at].kind == CONCURRENT:
+            return _CONCURRENT_RETRY_MS
+        return max(standings.reset_ms[at], 1)
+
+    worst = max(standings.refusing(), key=wait_ms_of)
+    rule, used, wait_ms = standings.rules[worst], standings.used[worst], wait_ms_of(worst)
+    again = _AGAIN.get(rule.kind) or f"in {duration(wait_ms)}"
     return ApiError(
         429,
-        f"Rate limit reached for {limit.owner}: {_NOUNS[limit.kind]}. Limit {limit.most:,}, used "
-        f"{worst.used:,}, left {worst.left:,}, requested {limit.amount:,}. Please try again {again}.",
-        type=_OPENAI_TYPES.get(limit.kind, "tokens"),
+        f"Rate limit reached for {rule.owner}: {_NOUNS[rule.kind]}. Limit {rule.most:,}, used {used:,}, left "
+        f"{max(rule.most - used, 0):,}, requested {standings.amounts[worst]:,}. Please try again {again}.",
+        type=_OPENAI_TYPES.get(rule.kind, "tokens"),
         code="rate_limit_exceeded",
-        param=limit.kind,
-        headers={"Retry-After": str(math.ceil(wait_ms / 1000)), **rate_headers(standings)},
+        param=rule.kind,
+        headers={"Retry-After": str(math.ceil(wait_ms / 1000)), **standings.headers()},
     )
 
 
-def never_fits(limit: Limit) -> ApiError:
+def never_fits(rule: Rule, amount: int) -> ApiError:
     """Returns the 400 for a request that asks for more than a limit has when nothing of it is used."""
-    mend = "Shorten the prompt" if limit.kind == INPUT_TOKENS else "Lower 'max_tokens'"
+    mend = "Shorten the prompt" if rule.kind == INPUT_TOKENS else "Lower 'max_tokens'"
     return invalid_request(
-        f"This request needs up to {limit.amount:,} {_NOUNS[limit.kind].partition(' per')[0]}, but "
-        f"{limit.owner} has at most {limit.most:,} {_NOUNS[limit.kind]}. {mend}, or ask your operator.",
-        param=limit.kind,
+        f"This request needs up to {amount:,} {_NOUNS[rule.kind].partition(' per')[0]}, but {rule.owner} has "
+        f"at most {rule.most:,} {_NOUNS[rule.kind]}. {mend}, or ask your operator.",
+        param=rule.kind,
         code="request_exceeds_limit",
     )
-
-
-def _wait_ms(standing: Standing) -> int:
-    return _CONCURRENT_RETRY_MS if standing.limit.kind == CONCURRENT else max(standing.reset_ms, 1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
-from gateway.accounts.headers import Limit, never_fits
+from gateway.accounts.headers import Rule, never_fits
 from gateway.accounts.windows import (
     CONCURRENT,
     INPUT_TOKENS,
@@ -23,14 +22,6 @@ OPEN_ENDED_SHARE = 1 / 4
 """Of a limit on tokens: what an answer may have whose length the client has not said."""
 BACKGROUND_SHARE = 1 / 2
 """Of a limit: what may be used of it when background work is admitted."""
-
-
-class Rule(NamedTuple):
-    """A limit that holds for a caller, whatever it asks for. See `Limit` for the fields."""
-
-    subject: str
-    kind: str
-    most: int
 
 
 def rules_of(caller: Principal, adapter: str) -> Sequence[Rule]:
@@ -66,31 +57,31 @@ def _add(rules: list[Rule], subject: str, rates: RateLimits) -> None:
             rules.append(Rule(subject, kind, most))
 
 
-def limits_for(rules: Sequence[Rule], input_tokens: int, output_tokens: int) -> list[Limit]:
+def amounts_for(rules: Sequence[Rule], input_tokens: int, output_tokens: int) -> list[int]:
     """Returns what a request of so many tokens asks of each rule.
     Raises ApiError 400 when one could not even be met with nothing used.
     """
-    amounts = {
+    of_kind = {
         INPUT_TOKENS: input_tokens,
         OUTPUT_TOKENS: output_tokens,
         MONTH_TOKENS: input_tokens + output_tokens,
     }
-    limits = [Limit(*rule, amounts.get(rule.kind, 1)) for rule in rules]
-    for limit in limits:
-        if limit.amount > limit.most:
-            raise never_fits(limit)
-    return limits
+    amounts = [of_kind.get(rule.kind, 1) for rule in rules]
+    for rule, amount in zip(rules, amounts, strict=True):
+        if amount > rule.most:
+            raise never_fits(rule, amount)
+    return amounts
 
 
-def background_share(limit: Limit) -> Limit:
-    """Returns what background work meets in place of a limit, so that the rest is for what is waited for.
+def background_share(rule: Rule, amount: int) -> Rule:
+    """Returns what background work meets in place of a rule, so that the rest is for what is waited for.
 
     What needs more than that share is admitted while nothing of the limit is used. A month's tokens are all
     for whoever comes first: they are a budget, and nobody waits until they are free again.
     """
-    if limit.kind == MONTH_TOKENS:
-        return limit
-    return limit._replace(most=max(int(limit.most * BACKGROUND_SHARE), limit.amount))
+    if rule.kind == MONTH_TOKENS:
+        return rule
+    return rule._replace(most=max(int(rule.most * BACKGROUND_SHARE), amount))
 
 
 def output_tokens_of(submits: Sequence[Submit]) -> int:

@@ -114,18 +114,35 @@ ADMIT = (
 -- what is used of it by now and when its window began, 0 where none has or needs to.
 local root, id, ask = KEYS[1], ARGV[1], cjson.decode(ARGV[2])
 local now = now_ms()
+local month = month_of(now)
+local PLACES = {requests_per_minute = 1, input_tokens_per_minute = 3, output_tokens_per_minute = 5}
+
+-- A subject's windows are read together and written together: a command costs more than what it moves.
+local read, written = {}, {}
+
+local function windows_of(subject)
+    local found = read[subject]
+    if not found then
+        found = redis.call(
+            'HMGET', window_key(root, subject), 'requests_per_minute', 'requests_per_minute:start',
+            'input_tokens_per_minute', 'input_tokens_per_minute:start',
+            'output_tokens_per_minute', 'output_tokens_per_minute:start')
+        read[subject] = found
+    end
+    return found
+end
 
 local function standing(subject, kind)
     if kind == 'concurrent_requests' then
         return redis.call('ZCOUNT', leases_key(root, subject), '(' .. now, '+inf'), 0
     elseif kind == 'tokens_per_month' then
-        return tonumber(redis.call('GET', root .. ':month:' .. month_of(now)) or 0), 0
+        return tonumber(redis.call('GET', root .. ':month:' .. month) or 0), 0
     end
-    local window = redis.call('HMGET', window_key(root, subject), kind, kind .. ':start')
-    local start = tonumber(window[2] or 0)
+    local windows, at = windows_of(subject), PLACES[kind]
+    local start = tonumber(windows[at + 1] or 0)
     -- A Redis on another machine may take over, whose clock is behind: no window begins so far ahead.
     if now >= start + ask.window or now < start - ask.window then return 0, 0 end
-    return tonumber(window[1]), start
+    return tonumber(windows[at]), start
 end
 
 -- A client of Redis repeats a call whose connection broke, so the first may have been carried out.
@@ -156,17 +173,25 @@ for index, limit in ipairs(ask.limits) do
         end
     elseif kind == 'tokens_per_month' then
         month_tokens = amount
-        add_to_month(root, month_of(now), amount)
+        add_to_month(root, month, amount)
     else
-        local key, start = window_key(root, subject), reply[at + 1]
+        local start, fields = reply[at + 1], written[subject]
         if start == 0 then start = now end
         reply[at + 1] = start
-        redis.call('HSET', key, kind, used, kind .. ':start', start)
-        redis.call('PEXPIRE', key, ask.window)
+        if not fields then
+            fields = {}
+            written[subject] = fields
+        end
+        for _, field in ipairs({kind, used, kind .. ':start', start}) do table.insert(fields, field) end
         if kind ~= 'requests_per_minute' then table.insert(windows, {subject, kind, start, amount}) end
     end
 end
-local reserved = {month = month_of(now), month_tokens = month_tokens, windows = windows, leases = leases}
+for subject, fields in pairs(written) do
+    local key = window_key(root, subject)
+    redis.call('HSET', key, unpack(fields))
+    redis.call('PEXPIRE', key, ask.window)
+end
+local reserved = {month = month, month_tokens = month_tokens, windows = windows, leases = leases}
 local open = '{"reserved":' .. cjson.encode(reserved) .. ',"entry":' .. ARGV[3] .. '}'
 redis.call('HSET', root .. ':open', id, open)
 return cjson.encode(reply)

@@ -74,7 +74,7 @@ async def followed(*doors: Door) -> None:
     """Waits until Redis pushes changes to all of them, and has pushed those that were made."""
     async with asyncio.timeout(60):
         for opened in doors:
-            while opened.authenticator._pushed_since is None:
+            while opened.authenticator._push.since is None:
                 await asyncio.sleep(0.01)
             opened.authenticator._unknown["none"] = 0.0  # which a push of a change takes away
             await opened.redis.publish(AUTH_CHANNEL, "key:none")

@@ -147,8 +147,8 @@ class OneLink:
     async def changed(self, timeout_s: float) -> None:
         raise AssertionError("there is a link")
 
-    def submit(self, submit: pb.Submit, receiver: EngineStream, choices: Sequence[int]) -> int:
-        self.submits.append(submit)
+    def submit(self, message: pb.LinkRequest, receiver: EngineStream, choices: Sequence[int]) -> int:
+        self.submits.append(message.submit)
         return len(self.submits)
 
     def abort(self, request_id: int, wire_choice: int | None = None) -> None:

@@ -156,8 +156,8 @@ class _NoLink(EngineLink):
         self.choices: list[int] = []
         self.receiver: Receiver | None = None
 
-    def submit(self, submit: pb.Submit, receiver: Receiver, choices: Any) -> int:
-        self.submits.append(submit)
+    def submit(self, message: pb.LinkRequest, receiver: Receiver, choices: Any) -> int:
+        self.submits.append(message.submit)
         self.choices += choices
         self.receiver = receiver
         return 1
