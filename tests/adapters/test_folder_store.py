@@ -109,7 +109,9 @@ def test_kill_in_the_middle_leaves_only_whole_blobs(tmp_path: Path) -> None:
     for pause in (0.0, 0.01, 0.05):
         process = subprocess.Popen([sys.executable, "-c", _PUBLISHER, str(root)], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.1 + pause)
+        while not list(root.glob("sha256/*/*")):
+            time.sleep(0.01)
+        time.sleep(pause)
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()

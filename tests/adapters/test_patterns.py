@@ -77,12 +77,12 @@ def test_matches_as_re_does_on_random_expressions(text: str, name: str) -> None:
     [r"(a+)+$", r"(a|a)*$", r"(.*.*)*x", r"((((a*)*)*)*)*b", r"(?:(?:a?){30}){30}b", r"(?:){4294967290}b"],
 )
 def test_what_hangs_re_ends_soon(text: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     try:
         Pattern(text, Budget()).matches_whole("a" * 60 + "!")
     except UnsafePattern as error:
         assert "too costly" in str(error)
-    assert time.perf_counter() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 def test_a_count_that_no_name_reaches_costs_nothing() -> None:

@@ -214,6 +214,6 @@ def test_what_is_no_config(raw: bytes, says: str) -> None:
 
 
 def test_many_patterns_are_read_soon() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert len(parse(rank_pattern={f"layers.{i}.q_proj": 4 for i in range(10_000)}).rank_pattern) == 10_000
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10

@@ -66,18 +66,18 @@ def test_header_length_beyond_the_file(file: Path, length: int) -> None:
 def test_too_many_tensors(file: Path, count: int) -> None:
     entry = b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     header = b"{" + b",".join(entry % i for i in range(count)) + b"}"
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert f"the limit is {MAX_TENSORS}" in fault_of(file, with_header(header)).message
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize(
     "filler", [b"[" * 1000, b'{"a":' * 100_000, b"[[]," * 1_000_000, b'{"a":1,' * 2_000_000]
 )
 def test_nesting_and_bulk_end_soon(file: Path, filler: bytes) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert fault_of(file, with_header(b'{"a":' + filler))
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_name_says_what_was_put_in_it(slot: Slot, embedding: bool) -> None:
 
 
 def test_endless_names_take_no_time() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     for name in ("base_model.model." + "lora_A." * 1_000_000, "base_model.model." + "." * 5_000_000):
         assert parse_tensor_name(name) is None
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1

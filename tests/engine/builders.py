@@ -520,7 +520,7 @@ def hold_reads(engine: Engine) -> threading.Event:
     read = engine.store.read
 
     def slow_read(digest: bytes) -> FakeAdapter:
-        assert released.wait(10)
+        assert released.wait(60)
         return read(digest)
 
     engine.tiers._read = slow_read

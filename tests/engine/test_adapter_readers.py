@@ -33,7 +33,7 @@ def reads(readers: Readers, count: int) -> Iterator[list[Read]]:
     """So many reads that all have a place; they end with the context."""
     made = [Read(readers) for _ in range(count)]
     try:
-        assert all(read.has_place.wait(5) for read in made)
+        assert all(read.has_place.wait(60) for read in made)
         yield made
     finally:
         for read in made:
@@ -47,7 +47,7 @@ def test_who_comes_when_all_places_are_taken_waits_for_an_end() -> None:
         late = Read(readers)
         assert not late.has_place.wait(0.05)
         running[1].end.set()
-        assert late.has_place.wait(5)
+        assert late.has_place.wait(60)
         late.end.set()
         late.join()
 
@@ -60,7 +60,7 @@ def test_reads_that_hang_keep_their_places_for_a_while_only(monkeypatch: pytest.
         late = Read(readers)
         assert not late.has_place.wait(0.05), "only what hangs has lost its place"
         running[0].end.set()
-        assert late.has_place.wait(5), "and the place goes on to the next without another wait"
+        assert late.has_place.wait(60), "and the place goes on to the next without another wait"
         late.end.set()
         late.join()
 
@@ -77,7 +77,7 @@ def test_a_read_that_goes_on_after_all_gives_back_nothing_that_is_another_s(
         late = Read(readers)
         assert not late.has_place.wait(0.05), "the place is the other's, who still reads"
         running[0].end.set()
-        assert late.has_place.wait(5)
+        assert late.has_place.wait(60)
         late.end.set()
         late.join()
 
