@@ -19,7 +19,8 @@ import torch
 
 _HUGE = 2 << 20
 """Bytes. Where they are larger, little is lost: the advice is then ignored for what is smaller."""
-_MOST_SPARE = 4
+_MOST_SPARE = 8
+"""More than a tenant's loads under way: each needs a piece before its copy pushes another's out."""
 _MOST_SPARE_BYTES = 256 << 20
 """No budget counts them, so they are few."""
 _spare: deque[mmap.mmap] = deque()

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from engine.adapter_tiers import MAX_LOADS
 from engine.model import huge_pages
 
 SIZES = (3 << 20, (3 << 20) + 5, 8 << 20)
@@ -44,7 +45,14 @@ def test_empty_ones_are_given_out_as_they_are() -> None:
 def test_few_are_kept() -> None:
     pieces = [huge_pages.zeros(SIZES[2]) for _ in range(9)]
     del pieces
-    assert len(huge_pages._spare) == 4
+    assert len(huge_pages._spare) == 8
+
+
+def test_a_burst_of_loads_finds_the_memory_of_the_burst_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [huge_pages.empty(SIZES[2]) for _ in range(MAX_LOADS)]
+    del pieces
+    monkeypatch.setattr(huge_pages, "_new_piece", lambda nbytes: pytest.fail("memory from the system"))
+    assert len([huge_pages.empty(SIZES[2]) for _ in range(MAX_LOADS)]) == MAX_LOADS
 
 
 def test_large_ones_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
