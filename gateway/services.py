@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from redis.asyncio import Redis
 
@@ -96,12 +96,10 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             cache_s=settings.auth_cache_s,
             grace_s=settings.auth_grace_s,
         )
-        await authenticator.start()
-        stack.push_async_callback(authenticator.close)
+        await _run_in(stack, authenticator)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
         known_adapters = KnownAdapters(redis, registry)
-        await known_adapters.start()
-        stack.push_async_callback(known_adapters.close)
+        await _run_in(stack, known_adapters)
         sessions = UploadSessions(store.scratch, settings.uploads_per_tenant)
         await stack.enter_async_context(
             housekeeping(registry, store, sessions, grace_s=settings.store_grace_s)
@@ -109,8 +107,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         tokenizers, templates = Tokenizers(), TemplateHost()
         stack.push_async_callback(templates.close)
         engines = EngineFleet(EngineLeases(redis), tokenizers, resume_timeout_s=settings.resume_timeout_s)
-        await engines.start()
-        stack.push_async_callback(engines.close)
+        await _run_in(stack, engines)
         ledger = await stack.enter_async_context(
             open_ledger(redis, journal=settings.journal, lease_s=settings.lease_s, days=settings.ledger_days)
         )
@@ -147,6 +144,18 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             files=Files(redis),
             batches=Batches(redis, lease_s=settings.lease_s),
         )
+
+
+class _Follower(Protocol):
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def _run_in(stack: AsyncExitStack, follower: _Follower) -> None:
+    """Starts what follows Redis, and has the stack end it."""
+    await follower.start()
+    stack.push_async_callback(follower.close)
 
 
 def _hub() -> Hub:
