@@ -23,14 +23,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# Every run draws the same examples, and none of them is wrong for having taken long.
-settings.register_profile(
-    "loraplex",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+# Every run draws the same examples, and none of them is wrong for having taken long. To look for faults that
+# no run has met yet: pytest --hypothesis-profile explore
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("loraplex", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile("loraplex")
 
 # A busy machine may need longer than httpx' five seconds; a test that hangs ends by its own timeout.
