@@ -106,11 +106,8 @@ class KnownWords:
                 if sum(map(len, words)) != len(part):
                     return None
                 pieces += words
-        found = list(map(self.known.get, pieces))
-        if None not in found:
-            return found  # type: ignore[return-value]
         tokens: list[int] = []
-        for piece, token in zip(pieces, found, strict=True):
+        for piece, token in zip(pieces, map(self.known.get, pieces), strict=True):
             if token is None:
                 tokens += _tokens_of(piece, self._model, self._letters)
             else:
