@@ -31,7 +31,8 @@ class _Known:
 
 
 class KnownAdapters:
-    """Resolves references, and remembers what they mean. When Redis is away, what it said last goes on.
+    """Resolves references, and remembers what they mean. When Redis is away, what it said last goes on, but
+    for what it has since told to have changed.
 
     `start` begins to follow Redis' push and `close` ends it; without it, Redis is asked each time.
     """
@@ -56,16 +57,16 @@ class KnownAdapters:
 
         Raises RedisError, OSError and TimeoutError where Redis is away and has not said it before.
         """
-        key = (caller, ref)
+        key, name = (caller, ref), f"{ref.owner or caller}/{ref.name}"
         known = self._known.get(key)
-        if known is not None and self._is_true(known, f"{ref.owner or caller}/{ref.name}"):
+        if known is not None and self._is_true(known, name):
             return known.resolution
         asked_at = time.monotonic()
         try:
             async with LoopTimeout(_LOOKUP_TIMEOUT_S):
                 found = await self._registry.resolve(caller, ref)
         except (RedisError, OSError, TimeoutError):
-            if known is None:
+            if known is None or self._has_changed(known, name):
                 raise
             return known.resolution
         self._known.pop(key, None)
@@ -76,15 +77,18 @@ class KnownAdapters:
         return found
 
     def _is_true(self, known: _Known, name: str) -> bool:
-        """Whether nothing has changed since Redis said so."""
+        """Whether nothing can have changed since Redis said so."""
         since, asked_at = self._push.since, known.asked_at
         return (
             since is not None
             and asked_at > since
-            and asked_at > self._forgot_at
-            and asked_at > self._changed_at.get(name, 0.0)
+            and not self._has_changed(known, name)
             and time.monotonic() - asked_at < _MAX_AGE_S
         )
+
+    def _has_changed(self, known: _Known, name: str) -> bool:
+        """Whether Redis has told of a change, or of so many that this one may be among them."""
+        return known.asked_at <= max(self._forgot_at, self._changed_at.get(name, 0.0))
 
     def _on_change(self, name: str) -> None:
         self._changed_at[name] = time.monotonic()

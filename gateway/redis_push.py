@@ -102,7 +102,7 @@ class _Wire(asyncio.Protocol):
         writer = connection._writer
         assert writer is not None
         self.unanswered = 0
-        """Commands since Redis was last heard of."""
+        """Commands. Their answers come behind the messages from before, so those are no later than these."""
         self.closed = False
         self._parser = hiredis.Reader(protocolError=InvalidResponse, notEnoughData=_NOTHING)
         self._transport = writer.transport
@@ -112,7 +112,7 @@ class _Wire(asyncio.Protocol):
 
     def send(self, command: bytes) -> None:
         """Sends a command. Raises redis' ConnectionError where the connection has broken."""
-        if self.closed:
+        if self.closed or self._transport.is_closing():
             raise RedisConnectionError("Redis has closed the connection.")
         self.unanswered += 1
         self._transport.write(command)
@@ -121,20 +121,32 @@ class _Wire(asyncio.Protocol):
         """See asyncio.Protocol."""
         if self.closed:
             return
-        self.unanswered = 0
         try:
             self._parser.feed(data)
-            while (reply := self._parser.gets()) is not _NOTHING:
-                if isinstance(reply, list) and len(reply) == 3:  # else it is the answer to a heartbeat
-                    self._on_push(_text(reply[0]), reply[2])
+            while not self.closed and (reply := self._parser.gets()) is not _NOTHING:
+                self._take(reply)
         except InvalidResponse:
-            self.closed = True
+            self._end()
+
+    def _take(self, reply: Any) -> None:
+        kind = _text(reply[0]) if isinstance(reply, list) else ""
+        if kind != "message":
+            self.unanswered -= 1
+        if kind in ("message", "subscribe"):
+            self._on_push(kind, reply[2])
+        elif isinstance(reply, Exception | hiredis.PushNotification):  # it refuses, or goes another way
+            self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        self.closed = True
         self._streams.connection_lost(exc)
-        self._on_push("lost", None)
+        self._end()
+
+    def _end(self) -> None:
+        """Says that it is lost; not if it was closed here, and goes when the next has long come."""
+        if not self.closed:
+            self.closed = True
+            self._on_push("lost", None)
 
 
 def _text(value: bytes | str) -> str:

