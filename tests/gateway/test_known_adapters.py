@@ -184,8 +184,9 @@ async def test_what_was_known_goes_on_while_redis_is_away(tmp_path: Path) -> Non
     server.start()
     running = True
     try:
-        async with following(server.connection_url) as (known, registry, _):
+        async with following(server.connection_url) as (known, registry, redis):
             version = await registry.add_version("acme", "sql", summary(1))
+            await told(known, redis)
             await known.resolve("acme", ModelRef("sql"))
             server.stop()
             running = False
