@@ -21,6 +21,7 @@ from redis.exceptions import InvalidResponse, RedisError
 
 from adapters.redis_wire import packed
 from gateway import tasks
+from gateway.tenants import text
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class RedisPush:
         if kind == "subscribe":
             self.since = time.monotonic()
         elif kind == "message":
-            self._on_message(_text(data))
+            self._on_message(text(data))
         else:
             self.since = None
 
@@ -129,7 +130,7 @@ class _Wire(asyncio.Protocol):
             self._end()
 
     def _take(self, reply: Any) -> None:
-        kind = _text(reply[0]) if isinstance(reply, list) else ""
+        kind = text(reply[0]) if isinstance(reply, list) else ""
         if kind != "message":
             self.unanswered -= 1
         if kind in ("message", "subscribe"):
@@ -147,7 +148,3 @@ class _Wire(asyncio.Protocol):
         if not self.closed:
             self.closed = True
             self._on_push("lost", None)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
