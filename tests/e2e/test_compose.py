@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -25,6 +24,7 @@ from engine.settings import EngineSettings, variable_of
 from examples.smollm2 import gguf_file
 from gateway.settings import GatewaySettings
 from gateway.stack import valkey_argv
+from tests.ports import reserve_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -135,11 +135,7 @@ def start_order(wanted: set[str]) -> list[str]:
 
 @asynccontextmanager
 async def compose_up(folder: Path, **given: str) -> AsyncIterator[LocalCompose]:
-    sockets = {service: socket.create_server(("127.0.0.1", 0)) for service in PORTS}
-    ports = {service: str(listener.getsockname()[1]) for service, listener in sockets.items()}
-    for listener in sockets.values():
-        listener.close()
-    stack = LocalCompose(folder, given, ports)
+    stack = LocalCompose(folder, given, {service: str(reserve_port()) for service in PORTS})
     try:
         for service in start_order(set(PORTS)):
             await stack.start(service)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,30 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import is_free, reserve_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * LIMIT_S)]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 class Demo:
@@ -100,7 +81,7 @@ def command_lines() -> list[str]:
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Demo]:
     """A demo that has shown its answers and keeps serving."""
-    demo = Demo(tmp_path / "serving", free_ports(3), once=False)
+    demo = Demo(tmp_path / "serving", reserve_ports(3), once=False)
     try:
         demo.wait_for("serving until Ctrl-C")
         yield demo
@@ -110,7 +91,7 @@ def serving(tmp_path: Path) -> Iterator[Demo]:
 
 
 def test_once_answers_and_leaves_nothing(tmp_path: Path) -> None:
-    demo = Demo(tmp_path, free_ports(3), once=True)
+    demo = Demo(tmp_path, reserve_ports(3), once=True)
     assert demo.process.wait(timeout=LIMIT_S) == 0, demo.text
     for words in ("acme", "globex", '{"answer": "Berlin"}', "arr", "TTFT", "tokens/s", "model_not_found"):
         assert words in demo.text

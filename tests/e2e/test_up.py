@@ -15,7 +15,8 @@ from openai import OpenAI
 
 from examples.local_stack import BIN, LocalStack, Ports
 from examples.smollm2 import gguf_file
-from tests.e2e.processes import BASE, EXACT, PIRATE, START_S, free_ports, is_free, wait_until
+from tests.e2e.processes import BASE, EXACT, PIRATE, START_S, wait_until
+from tests.ports import is_free, reserve_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -87,7 +88,7 @@ def say_in_vain(arguments: list[str]) -> str:
 
 
 def test_it_mends_itself_and_ends_with_ctrl_c(tmp_path: Path) -> None:
-    ports = free_ports()
+    ports = Ports(*reserve_ports(3))
     with up(tmp_path, ports) as running:
         stack = running.stack
         key = stack.create_tenant("acme")
@@ -121,7 +122,7 @@ def test_it_mends_itself_and_ends_with_ctrl_c(tmp_path: Path) -> None:
             ("Valkey", ports.redis, "--redis-port"),
         ):
             assert f"Port {port} for {process} is taken; choose another with {flag}." in taken
-        other = free_ports()
+        other = Ports(*reserve_ports(3))
         assert "Another stack runs on the folder" in say_in_vain(
             [
                 *("--port", str(other.gateway), "--engine-port", str(other.engine)),
@@ -139,7 +140,7 @@ def test_it_mends_itself_and_ends_with_ctrl_c(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        starting = Up(tmp_path, free_ports(), monkeypatch)
+        starting = Up(tmp_path, Ports(*reserve_ports(3)), monkeypatch)
     process = starting.stack.process
     wait_until(lambda: "engine" in starting.processes(), "the engine has been launched", START_S)
     process.send_signal(signal.SIGINT)
@@ -150,7 +151,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_killed_it_leaves_no_child_and_starts_again_where_it_was(tmp_path: Path) -> None:
-    ports = free_ports()
+    ports = Ports(*reserve_ports(3))
     with up(tmp_path, ports) as running:
         key = running.stack.create_tenant("acme")
         running.stack.command("adapters", "upload", str(PIRATE), "--name", "pirate", key=key)

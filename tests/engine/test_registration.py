@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import socket
 
 import pytest
 from redis.asyncio import Redis
@@ -15,6 +14,7 @@ from adapters.registry.desired import DesiredAdapters
 from adapters.registry.scripts import PINS, REFERENCES
 from engine import registration as registration_module
 from engine.registration import Registration
+from tests.ports import reserve_port
 
 
 def lease(running: int = 0) -> EngineLease:
@@ -60,9 +60,7 @@ async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(
     async def make_lease() -> EngineLease:
         return lease()
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    closed = f"redis://127.0.0.1:{reserve_port()}/0"
     registration = Registration(closed, make_lease, ignore, tuple)
     for _ in range(3):
         await registration.renew()
@@ -83,9 +81,7 @@ async def test_stopping_without_redis_ends(caplog: pytest.LogCaptureFixture) -> 
     async def make_lease() -> EngineLease:
         return lease()
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        closed = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    closed = f"redis://127.0.0.1:{reserve_port()}/0"
     registration = Registration(closed, make_lease, ignore, tuple)
     registration.start()
     await asyncio.sleep(0.05)

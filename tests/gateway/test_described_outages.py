@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from gateway.settings import GatewaySettings
 from tests.gateway.fake_engine import MODEL, FakeEngine
 from tests.gateway.inhabited import OPERATOR_KEY, Inhabitants
 from tests.gateway.local_stack import LocalStack, wait_until
+from tests.ports import reserve_port
 
 OPENAIS = {"message", "type", "param", "code"}
 DOCUMENT = create_app(GatewaySettings()).openapi()
@@ -62,10 +62,7 @@ def answers(inhabitants: Inhabitants) -> dict[str, int]:
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
     """A server of the test's own, that it may stop."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = ValkeyServer(port=port, data_dir=tmp_path)
+    server = ValkeyServer(port=reserve_port(), data_dir=tmp_path)
     server.start()
     yield server
     with suppress(ValkeyServerNotStartedError):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import pytest
 
 from tests.gateway.fake_engine import MODEL, FakeEngine, expected_text
 from tests.gateway.local_stack import LocalStack, wait_until
+from tests.ports import reserve_port
 
 ROOT = Path(__file__).parents[2]
 FOREVER: dict[str, Any] = {"ignore_eos": True}
@@ -39,11 +39,6 @@ def engine_process(redis_url: str, engine_id: str, port: int) -> Iterator[subpro
     finally:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture
@@ -100,7 +95,7 @@ def test_requests_in_flight_continue_exactly_on_another_engine(
 def test_requests_in_flight_continue_on_the_engine_that_is_killed_and_restarted(
     bare_stack: LocalStack,
 ) -> None:
-    port = free_port()
+    port = reserve_port()
     client = bare_stack.client(bare_stack.add_tenant("acme"))
     with engine_process(bare_stack.redis_url, "e", port) as engine:
         bare_stack.wait_ready()
@@ -129,7 +124,7 @@ def test_requests_in_flight_continue_on_the_engine_that_is_killed_and_restarted(
 def test_when_no_engine_comes_in_time_the_stream_ends_with_an_error(bare_stack: LocalStack) -> None:
     bare_stack.call(_set_resume_timeout(bare_stack, 0.5))
     client = bare_stack.client(bare_stack.add_tenant("acme"))
-    with engine_process(bare_stack.redis_url, "e", free_port()) as engine:
+    with engine_process(bare_stack.redis_url, "e", reserve_port()) as engine:
         bare_stack.wait_ready()
         stream = client.completions.create(
             model=MODEL, prompt="go", max_tokens=2000, stream=True, extra_body=FOREVER

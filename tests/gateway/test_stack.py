@@ -15,6 +15,7 @@ import pytest
 
 from gateway import stack
 from gateway.stack import ChildSpec, StackError, StackPlan, check_ports, plan_children, run_stack
+from tests.ports import reserve_port
 
 # Writes its pid into a file, says so, and waits; ends with 0 at SIGTERM.
 SLEEPER = """
@@ -63,18 +64,12 @@ def a_plan(folder: Path, *, port: int | None = None, redis_port: int | None = No
     return StackPlan(
         model="m",
         host="127.0.0.1",
-        port=port or free_port(),
-        engine_port=free_port(),
-        redis_port=redis_port or free_port(),
+        port=port or reserve_port(),
+        engine_port=reserve_port(),
+        redis_port=redis_port or reserve_port(),
         redis_url=None,
         data_dir=folder,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @asynccontextmanager

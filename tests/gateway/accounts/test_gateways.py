@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from gateway.keys import Keys
 from gateway.limits import RateLimits, TenantLimits
 from gateway.tenants import Tenants
 from tests.gateway.fake_engine import MODEL
+from tests.ports import reserve_ports
 
 ROOT = Path(__file__).parents[3]
 GATEWAYS = 3
@@ -67,7 +67,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("gateways")
-    ports = _free_ports(GATEWAYS + 1)
+    ports = reserve_ports(GATEWAYS + 1)
     with ExitStack() as stack:
         valkey = stack.enter_context(ValkeyServer(port=ports.pop(), data_dir=folder))
         url = valkey.connection_url
@@ -196,14 +196,6 @@ async def eventually(look: Callable[[], Awaitable[Any]], holds: Callable[[Any], 
         assert time.monotonic() < deadline, f"it stayed {seen}"
         await asyncio.sleep(0.05)
     return seen
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
