@@ -45,7 +45,7 @@ from rich.table import Table
 
 from adapters.client import AdaptersClient, ClientError
 from benchmarks import machine, serve
-from benchmarks.random_adapters import page_bytes, write_adapter
+from benchmarks.random_adapters import draw, page_bytes, write_adapter
 from benchmarks.stack import BASE, KV_BYTES, RESULTS, free_ports
 from examples.local_stack import LocalStack, Ports, StackFailed, local_stack
 from examples.smollm2 import gguf_file
@@ -95,10 +95,7 @@ class Case:
 
     def draw(self, count: int, seed: int) -> list[str]:
         """The adapters' names, one for each request."""
-        weights = [1 / (rank + 1) if self.zipf else 1.0 for rank in range(self.adapters)]
-        return random.Random(seed).choices(
-            [name_of(index) for index in range(self.adapters)], weights, k=count
-        )
+        return [name_of(index) for index in draw(self.adapters, count, zipf=self.zipf, seed=seed)]
 
 
 def name_of(index: int) -> str:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,25 +50,28 @@ RESERVED = 8 << 30
 COLD = b"cold"
 
 
-def write_cold_adapter(folder: Path) -> None:
-    """An adapter of all projections in PEFT's format, in bfloat16."""
+def write_cold_adapter(
+    folder: Path, *, rank: int = RANK, projections: Collection[str] = LLAMA_8B.modules
+) -> None:
+    """An adapter of some projections in PEFT's format, in bfloat16."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "random",
-        "r": RANK,
-        "lora_alpha": RANK,
-        "target_modules": sorted(LLAMA_8B.modules),
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(projections),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     weights = {}
     for layer in range(LLAMA_8B.num_layers):
-        for module, (size, out) in LLAMA_8B.modules.items():
+        for module in projections:
+            size, out = LLAMA_8B.modules[module]
             parent = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             stem = f"base_model.model.model.layers.{layer}.{parent}.{module}"
-            weights[f"{stem}.lora_A.weight"] = (torch.randn(RANK, size) / size**0.5).bfloat16()
-            weights[f"{stem}.lora_B.weight"] = (torch.randn(out, RANK) * 0.02).bfloat16()
+            weights[f"{stem}.lora_A.weight"] = (torch.randn(rank, size) / size**0.5).bfloat16()
+            weights[f"{stem}.lora_B.weight"] = (torch.randn(out, rank) * 0.02).bfloat16()
     save_file(weights, folder / "adapter_model.safetensors")
 
 

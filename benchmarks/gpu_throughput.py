@@ -125,7 +125,7 @@ class GraphTimes:
 class Bench:
     """The model on the device and its runner; every case has a scheduler of its own over them."""
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
+    def __init__(self, max_num_batched_tokens: int, *, num_rank_pages: int = 64) -> None:
         self.limits = SchedulerLimits(MAX_NUM_SEQS, max_num_batched_tokens, spread_prompts=SPREAD_PROMPTS)
         device = torch.device("cuda")
         began = time.perf_counter()
@@ -151,7 +151,9 @@ class Bench:
             "activations": memory.activations / (1 << 30),
             "graphs_estimated": memory.graphs / (1 << 30),
         }
-        self.runner = Runner(self.model, num_blocks=NUM_BLOCKS, num_rank_pages=64, max_lora_rank=64)
+        self.runner = Runner(
+            self.model, num_blocks=NUM_BLOCKS, num_rank_pages=num_rank_pages, max_lora_rank=64
+        )
         self.runner.warm_up(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -1,8 +1,12 @@
-"""Adapters of random weights in PEFT's format, for SmolLM2-135M: to measure with, not to talk to."""
+"""Adapters of random weights in PEFT's format, for SmolLM2-135M: to measure with, not to talk to.
+
+And which of many adapters requests name.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,12 @@ MODULES = {
     "mlp.up_proj": (HIDDEN, INTERMEDIATE),
     "mlp.down_proj": (INTERMEDIATE, HIDDEN),
 }
+
+
+def draw(num_adapters: int, num_requests: int, *, zipf: bool, seed: int) -> list[int]:
+    """The number of each request's adapter, drawn from all alike, or by Zipf's law, where 0 comes most."""
+    weights = [1 / (number + 1) if zipf else 1.0 for number in range(num_adapters)]
+    return random.Random(seed).choices(range(num_adapters), weights, k=num_requests)
 
 
 def page_bytes(item_bytes: int) -> int:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from adapters.blob_store import BlobReader
+from engine.model.adapter_reading import read_adapter, read_as_stored
+from engine.model.adapter_weights import HostAdapter
+from engine.model.llama import LlamaModel
+from kernels.native import release_threads
+
+NUM_READERS = 2
+"""Who lays weights out competes with the step for cores and for the interpreter."""
 PATIENCE_S = 10.0
 """Seconds for which a read may keep its place while others wait; one takes milliseconds."""
 
@@ -43,3 +51,19 @@ class Readers:
             with self._changed:
                 self._since.pop(who, None)
                 self._changed.notify()
+
+
+def reader_of(store: BlobReader, network: LlamaModel) -> Callable[[bytes], HostAdapter]:
+    """How `AdapterTiers` reads an adapter: from the store, for the network's device, few at once."""
+    readers = Readers(NUM_READERS)
+
+    def read(digest: bytes) -> HostAdapter:
+        try:
+            with store.reading(digest) as folder, readers.place():
+                if network.device.type == "cuda":
+                    return read_adapter(folder, network, pin=True)
+                return read_as_stored(folder, network)
+        finally:
+            release_threads()
+
+    return read

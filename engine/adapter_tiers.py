@@ -22,10 +22,8 @@ from engine.host_copy import HostCopy
 logger = logging.getLogger(__name__)
 
 NUM_LOAD_THREADS = 16
-"""So many wait for a store at once; of those, fewer compute (`NUM_READERS`). Enough for eight tenants whose
-reads hang all at once."""
-NUM_READERS = 2
-"""Who lays weights out competes with the step for cores and for the interpreter."""
+"""So many wait for a store at once; of those, fewer compute (`engine.adapter_readers`). Enough for eight
+tenants whose reads hang all at once."""
 MAX_LOADS = 6
 """Loads under way of one tenant; a part of it, at least one, where others have loads as well. So who reads
 from a slow store keeps nobody from a place. Few, so that whoever is asked for next, in the order of

@@ -10,21 +10,19 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from adapters.blob_store import BlobReader, open_reader
-from engine.adapter_readers import Readers
-from engine.adapter_tiers import NUM_READERS, AdapterTiers
+from engine.adapter_readers import reader_of
+from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.constraints import Grammars, make_grammars
 from engine.host_memory import available_ram
 from engine.loop import EngineLoop
 from engine.memory import MemoryLimits, MemoryPlan, NotEnoughMemory, plan_memory
-from engine.model.adapter_reading import read_adapter, read_as_stored
 from engine.model.adapter_rehearsal import prepare_loads
-from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.adapter_gate import PLACEMENTS_PER_STEP, AdapterGate
 from engine.settings import EngineSettings
 from engine.step_memory import measure_step_memory
 from kernels.native import release_threads
@@ -77,20 +75,9 @@ def assemble(settings: EngineSettings) -> Core:
     _prepare(settings, model, runner, limits, host_bytes)
     release_threads()  # of this thread: from here on the loop's computes
 
-    readers = Readers(NUM_READERS)
-
-    def read(digest: bytes) -> HostAdapter:
-        try:
-            with store.reading(digest) as folder, readers.place():
-                if device == "cuda":
-                    return read_adapter(folder, model.network, pin=True)
-                return read_as_stored(folder, model.network)
-        finally:
-            release_threads()
-
     news = threading.Event()
     tiers = AdapterTiers(
-        read,
+        reader_of(store, model.network),
         is_local=store.has_local,
         discard=store.discard,
         num_pages=memory.num_rank_pages,
@@ -99,7 +86,13 @@ def assemble(settings: EngineSettings) -> Core:
         wake=news.set,
     )
     pages = RankPages(memory.num_rank_pages, ends_bytes=memory.ends_bytes, in_host=tiers.has)
-    gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter)
+    gate = AdapterGate(
+        pages,
+        tiers,
+        runner.write_adapter,
+        runner.drop_adapter,
+        placements_per_step=PLACEMENTS_PER_STEP[device],
+    )
     pool = BlockPool(memory.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
     model_info = _model_info(settings, model, memory, limits.max_choices)
     return Core(

@@ -39,8 +39,10 @@ from engine.step import StepAdapter
 
 logger = logging.getLogger(__name__)
 
-PLACEMENTS_PER_STEP = 1
-"""Most adapters copied to the device before a step that others wait for: a copy is as long as a step."""
+PLACEMENTS_PER_STEP = {"cpu": 1, "cuda": 4}
+"""Most adapters copied to the device before a step that others wait for. On a CPU the step waits for each. On
+a GPU they are copied beside it, and only launched before it; there more than one sequence ends in a step of
+hundreds, and each may be followed by one whose adapter is not there."""
 
 WriteAdapter = Callable[[Sequence[int], Any], Callable[[], bool] | None]
 """``Runner.write_adapter``: fills pages that nobody references, from a copy that the tiers have read. What it
@@ -57,6 +59,7 @@ class AdapterGate:
         tiers: where adapters come from.
         write: called with pages that nobody references; what it raises fails the adapter.
         drop: called when an adapter with weights outside its pages has left them.
+        placements_per_step: of `PLACEMENTS_PER_STEP`, the device's.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class AdapterGate:
         write: WriteAdapter,
         drop: DropAdapter = lambda pages: None,
         *,
+        placements_per_step: int = PLACEMENTS_PER_STEP["cpu"],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pages = pages
@@ -76,6 +80,7 @@ class AdapterGate:
         self._claim: Claim | None = None
         self._step = 0
         self._kept: set[bytes] = set()  # placed, and waited for: a reference keeps each until one runs
+        self._placements_per_step = placements_per_step
         self._placements_left = 0
         self._idle = True
         self._landing: dict[bytes, Callable[[], bool]] = {}
@@ -105,7 +110,7 @@ class AdapterGate:
             idle: no sequence runs, so copies to the device delay nobody.
         """
         self._step += 1
-        self._placements_left = PLACEMENTS_PER_STEP
+        self._placements_left = self._placements_per_step
         self._note_idle(idle)
         for outcome in self._tiers.poll(num_waiting):
             if isinstance(outcome, LoadFailed):
