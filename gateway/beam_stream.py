@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.engine_sizes import blocks_of_search
 from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import invalid_request
 from gateway.schemas.generation import MAX_TOP_LOGPROBS, GenerationFields
@@ -49,14 +50,13 @@ def ask_for_beams(fields: GenerationFields, submits: Sequence[Submit], info: Mod
 
 
 def _bound_blocks(submit: Submit, width: int, info: ModelInfo, name: str, *, open_ended: bool) -> None:
-    """Beams share the prompt's full blocks, and each may have all others for itself."""
     prompt, size = len(submit.prompt_tokens), info.block_size
     shared = prompt // size
     room = (shared + (info.num_blocks - shared) // width) * size - prompt
     if open_ended:
         submit.max_tokens = min(submit.max_tokens, max(1, room))
     if submit.max_tokens > room:
-        needed = shared + width * (-(-(prompt + submit.max_tokens) // size) - shared)
+        needed = blocks_of_search(submit, size)
         raise invalid_request(
             f"The beams of this search may need {needed:,} KV blocks of {size} tokens, and the engine has "
             f"{info.num_blocks:,}. Lower '{name}' or 'max_tokens', or shorten the prompt.",

@@ -14,7 +14,7 @@ import grpc
 from redis.exceptions import RedisError
 
 from adapters.leases import EngineLease, EngineLeases
-from gateway import routing, tasks
+from gateway import engine_sizes, routing, tasks
 from gateway.beam_stream import BeamStream
 from gateway.engine_link import EngineLink
 from gateway.engine_stream import EngineStream
@@ -51,6 +51,7 @@ class EngineFleet:
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._models: dict[str, ModelInfo] = {}
+        self._sizes_differ = False
         self._announced: set[tuple[str, bytes]] = set()  # by engine; the next leases will show them
         self._change = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -58,7 +59,7 @@ class EngineFleet:
 
     async def start(self) -> None:
         """Begins to follow the leases, in a task of its own. Returns at once."""
-        self._follower = asyncio.create_task(self._follow(), name="engine-leases")
+        self._follower = tasks.start(self._follow(), "engine-leases")
 
     async def close(self) -> None:
         """Ends all links; engines abort what ran on them."""
@@ -66,7 +67,10 @@ class EngineFleet:
             await tasks.cancel(self._follower, *self._tasks.values())
 
     def model_info(self, name: str | None = None) -> ModelInfo | None:
-        """Returns the model of this name, or the first of `models`; None when there is none."""
+        """Returns the model of this name, or the first of `models`; None when there is none.
+
+        Its sizes are what requests and uploads are checked against; see `gateway.engine_sizes`.
+        """
         return next(iter(self._models.values()), None) if name is None else self._models.get(name)
 
     def models(self) -> list[ModelInfo]:
@@ -169,6 +173,7 @@ class EngineFleet:
             link
             for engine_id, link in self._links.items()
             if link.ready and link.info and link.info.digest == model_digest and engine_id not in excluded
+            if not self._sizes_differ or engine_sizes.is_large_enough(link.info, submit)
         ]
         leased = [
             link for link in ready if (lease := self._lease_of.get(link.engine_id)) and not lease.draining
@@ -198,8 +203,18 @@ class EngineFleet:
                 await self._change.wait()
 
     def _on_link_change(self) -> None:
-        models = {link.info.name: link.info for link in self._links.values() if link.info}
+        infos = [link.info for link in self._links.values() if link.info]
+        ready = [link.info for link in self._links.values() if link.info and link.ready]
+        # Where two models have one name, since one replaces the other, it is that of an engine that is here.
+        digests = {info.name: info.digest for info in (*infos, *ready)}
+        models = {
+            name: engine_sizes.info_for_all(
+                [info for info in infos if info.name == name and info.digest == digest]
+            )
+            for name, digest in digests.items()
+        }
         self._models = models or self._models
+        self._sizes_differ = engine_sizes.differ(infos)
         self._change.set()
         self._change = asyncio.Event()
 
@@ -237,7 +252,7 @@ class EngineFleet:
             if engine_id not in self._links:
                 link = EngineLink(engine_id, lease.address, self._tokenizers, self._on_link_change)
                 self._links[engine_id] = link
-                self._tasks[engine_id] = asyncio.create_task(link.run(), name=f"link-{engine_id}")
+                self._tasks[engine_id] = tasks.start(link.run(), f"link-{engine_id}")
 
     async def _end_link(self, engine_id: str) -> None:
         del self._links[engine_id]
