@@ -108,8 +108,11 @@ class FolderFiles:
         """See `FileStore`. What a crash has left half written is among them."""
         check_present(self._root)
         for path in self._root.glob("*/*"):
+            name = f"{path.parent.name}/{path.name}"
+            if _NAME.fullmatch(name) is None:  # others' own, such as lost+found
+                continue
             with suppress(FileNotFoundError):
-                yield f"{path.parent.name}/{path.name}", path.stat().st_mtime
+                yield name, path.stat().st_mtime
 
     def _path(self, name: str) -> Path:
         return self._root / check_file_name(name)

@@ -34,6 +34,7 @@ from adapters.blob_store import (
     hex_of,
     last_touched,
 )
+from adapters.identity import DIGEST_BYTES
 
 _PURGED = ".purged"
 _RECORD_SUFFIX = ".json"
@@ -125,7 +126,8 @@ class FolderStore:
         """Every blob, in no order."""
         check_present(self._blobs)
         for folder in self._blobs.glob("*/*"):
-            yield bytes.fromhex(folder.name)
+            if (digest := _digest_named(folder.name)) is not None:
+                yield digest
 
     def withdraw(self, digest: bytes) -> FolderTrashed | None:
         """Moves a blob into the trash at once, to be restored or purged. None: there was no such blob."""
@@ -141,10 +143,9 @@ class FolderStore:
 
     def trashed(self) -> list[FolderTrashed]:
         """What is in the trash: on its way out now, or left by a crash."""
-        names = [folder.name for folder in self._trash.iterdir() if not folder.name.endswith(_PURGED)]
-        return [
-            FolderTrashed(self, bytes.fromhex(name.partition(".")[0]), self._trash / name) for name in names
-        ]
+        found = [folder for folder in self._trash.iterdir() if not folder.name.endswith(_PURGED)]
+        named = [(folder, _digest_named(folder.name.partition(".")[0])) for folder in found]
+        return [FolderTrashed(self, digest, folder) for folder, digest in named if digest is not None]
 
     def clean(self, older_than_s: float) -> int:
         """Removes what crashed uploads, untouched for `older_than_s` seconds, and crashed purges have left.
@@ -289,6 +290,15 @@ class FolderStaging:
             return self._store._move_in(built, digest)
         finally:
             shutil.rmtree(built, ignore_errors=True)
+
+
+def _digest_named(name: str) -> bytes | None:
+    """The digest that a folder is named by; None for what others keep there, such as lost+found."""
+    try:
+        digest = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_BYTES else None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -99,7 +99,10 @@ class Registration:
 
     async def _renew_forever(self) -> None:
         while not self._stopping.is_set():
-            await self.renew()
+            try:
+                await self.renew()
+            except Exception:  # say, of what somebody else has written into Redis: the next may do
+                logger.exception("the lease could not be renewed; it is tried again each second")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_SECONDS):
                     await self._stopping.wait()

@@ -170,7 +170,7 @@ async def trimming(audit: Audit, keep_days: int | None) -> AsyncIterator[None]:
     if keep_days is None:
         yield
         return
-    task = asyncio.create_task(_trim_now_and_then(audit, keep_days), name="audit-trimming")
+    task = tasks.start(_trim_now_and_then(audit, keep_days), "audit-trimming")
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ async def housekeeping(
 
     `grace_s` is how long a blob stays after the last reference to it is gone.
     """
-    task = asyncio.create_task(_keep_tidy(registry, store, sessions, grace_s), name="housekeeping")
+    task = tasks.start(_keep_tidy(registry, store, sessions, grace_s), "housekeeping")
     try:
         yield
     finally:
@@ -51,4 +51,6 @@ async def _keep_tidy(registry: Registry, store: BlobStore, sessions: UploadSessi
             pause = _RETRY_S  # who needs Redis says that it is away
         except OSError as error:
             logger.warning("the store cannot be tidied: %s", error)
+        except Exception:  # a record that somebody has broken, say: that must not fill the disk
+            logger.exception("the store could not be tidied to its end; it is tried again")
         await asyncio.sleep(pause)

@@ -50,7 +50,7 @@ class RedisPush:
 
     async def start(self) -> None:
         """Follows from now on, in a task of its own. Returns at once, also while Redis is away."""
-        self._follower = asyncio.create_task(self._follow(), name=f"push of {self._channel}")
+        self._follower = tasks.start(self._follow(), f"push of {self._channel}")
 
     async def close(self) -> None:
         """Ends the task that `start` began."""

@@ -73,7 +73,7 @@ async def open_ledger(redis: Redis, *, journal: Path, lease_s: float, days: int)
     reaper = Reaper(redis, lease_s=lease_s, days=days)
     for part in (writer, renewer, reaper):
         part.start()
-    adopting = asyncio.create_task(_adopt(writer, journal), name="ledger-adoption")
+    adopting = tasks.start(_adopt(writer, journal), "ledger-adoption")
     try:
         yield Ledger(writer, renewer, script)
     finally:

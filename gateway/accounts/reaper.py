@@ -46,7 +46,7 @@ class Reaper:
 
     def start(self) -> None:
         """Starts the task."""
-        self._task = asyncio.create_task(self._run(), name="ledger-reaper")
+        self._task = tasks.start(self._run(), "ledger-reaper")
 
     async def close(self) -> None:
         """Ends the task."""

@@ -36,7 +36,7 @@ class Renewer:
 
     def start(self) -> None:
         """Starts the task."""
-        self._task = asyncio.create_task(self._run(), name="ledger-renewer")
+        self._task = tasks.start(self._run(), "ledger-renewer")
 
     async def close(self) -> None:
         """Ends the task."""

@@ -80,7 +80,7 @@ class LedgerWriter:
 
     def start(self) -> None:
         """Starts the task. Waits for nothing."""
-        self._task = asyncio.create_task(self._run(), name="ledger-writer")
+        self._task = tasks.start(self._run(), "ledger-writer")
 
     async def close(self) -> None:
         """Ends the task once Redis or the disk has all records; waits some seconds at most."""

@@ -40,7 +40,7 @@ async def running_batches(services: Services, calls: InnerCalls) -> AsyncIterato
     )
     runner = BatchRunner(desk, LineCalls(calls, services.authenticator))
     upkeep = Upkeep(services.redis, services.files, services.file_store)
-    upkeeping = asyncio.create_task(upkeep.run(), name="file-upkeep")
+    upkeeping = tasks.start(upkeep.run(), "file-upkeep")
     runner.start()
     try:
         yield
@@ -60,7 +60,7 @@ class BatchRunner:
 
     def start(self) -> None:
         """Begins to look for batches. Returns at once."""
-        self._claiming = asyncio.create_task(self._claim(), name="batches")
+        self._claiming = tasks.start(self._claim(), "batches")
 
     async def close(self) -> None:
         """Stops all work and gives the leases back; waits some seconds at most."""

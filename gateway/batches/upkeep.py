@@ -44,6 +44,8 @@ class Upkeep:
                 logger.debug("files are not tidied up while Redis is away")
             except OSError as error:
                 logger.warning("files cannot be tidied up: %s", error)
+            except Exception:  # what one file is wrong about must not keep all others
+                logger.exception("files could not all be tidied up; it is tried again")
             await asyncio.sleep(_EVERY_S)
 
     async def remove_expired(self) -> int:

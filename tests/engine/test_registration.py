@@ -77,6 +77,29 @@ async def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(
     await registration.stop()
 
 
+async def test_what_somebody_broke_in_redis_does_not_end_the_renewals(
+    valkey_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration_module, "RENEW_SECONDS", 0.01)
+    told: list[DesiredAdapters] = []
+
+    async def make_lease() -> EngineLease:
+        return lease()
+
+    async with Redis.from_url(valkey_url) as redis, asyncio.timeout(60):
+        await redis.hset(PINS, "acme/sql", "not hexadecimal")  # type: ignore[misc]
+        registration = Registration(valkey_url, make_lease, told.append, tuple)
+        registration.start()
+        while "it is tried again" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert not told
+        await redis.delete(PINS)
+        while not told:
+            await asyncio.sleep(0.01)
+        await registration.stop()
+    assert await live(valkey_url) == []
+
+
 async def test_stopping_without_redis_ends(caplog: pytest.LogCaptureFixture) -> None:
     async def make_lease() -> EngineLease:
         return lease()

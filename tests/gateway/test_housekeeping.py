@@ -69,6 +69,32 @@ async def test_what_an_upload_left_before_it_was_registered_goes_after_the_grace
             await asyncio.sleep(0.01)
 
 
+async def test_what_others_put_into_the_store_keeps_nobody_from_tidying_it(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.02)
+    store = FolderStore(tmp_path)
+    (tmp_path / "sha256" / "lost+found" / "#1234").mkdir(parents=True)
+    (tmp_path / "trash" / ".snapshot").mkdir()
+    broken = tmp_path / "records" / "names" / "acme" / "sql.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("no JSON")
+    orphan = store.stage()
+    assert orphan.publish(DIGEST, {})  # so that records are read
+    async with (
+        Redis.from_url(valkey_url) as redis,
+        housekeeping(Registry(redis), store, UploadSessions(store.scratch, 1), grace_s=3600),
+        asyncio.timeout(60),
+    ):
+        while "is tried again" not in caplog.text:
+            await asyncio.sleep(0.01)
+        broken.unlink()
+        os.utime(orphan.path, (0, 0))
+        while orphan.path.exists():
+            await asyncio.sleep(0.01)
+    assert store.contains(DIGEST) and list(store.digests()) == [DIGEST]
+
+
 async def test_it_ends_at_once_also_while_redis_is_away(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.stage().publish(DIGEST, {})
