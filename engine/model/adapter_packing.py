@@ -77,6 +77,11 @@ class PackingPlan:
     vectors: tuple[GroupUpdates, ...]
     has_gaps: bool
 
+    @property
+    def must_be_zero(self) -> bool:
+        """Whether a block is read where nothing is copied: in a gap, or a vector that a projection lacks."""
+        return self.has_gaps or bool(self.vectors)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:

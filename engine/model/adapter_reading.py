@@ -48,7 +48,7 @@ def read_adapter(folder: Path, network: LlamaModel, *, pin: bool) -> HostAdapter
     config = network.config
     plan = packing_plan(_read_config(folder), read_headers(folder), config, network.dtype)
     layout, tensors = plan.layout, AdapterTensors(folder)
-    block = HostBlock.empty(plan.num_pages, config, network.dtype, pin=pin)
+    block = HostBlock.empty(plan.num_pages, config, network.dtype, pin=pin, zero=plan.must_be_zero)
     pack([tensors.file(name) for name in plan.files], plan.copies, block.weights)
     block.scales.copy_(plan.scales)
     ends = None
@@ -115,11 +115,11 @@ def reserve_host_memory(network: LlamaModel, *, nbytes: int, max_rank: int) -> N
     held: list[HostBlock] = []
     num_pages = pages_of_rank(max_rank)
     while nbytes > 0 and len(held) < _MOST_RESERVED:
-        held.append(HostBlock.empty(num_pages, network.config, network.dtype, pin=True))
+        held.append(HostBlock.empty(num_pages, network.config, network.dtype, pin=True, zero=False))
         nbytes -= held[-1].nbytes
         num_pages = 1
     for _ in range(_UNDER_WAY if held else 0):
-        held.append(HostBlock.empty(1, network.config, network.dtype, pin=True))
+        held.append(HostBlock.empty(1, network.config, network.dtype, pin=True, zero=False))
 
 
 def _fill_vectors(

@@ -38,6 +38,7 @@ def prepare_loads(network: LlamaModel, write: WriteAdapter, *, host_bytes: int, 
     reserve_host_memory(network, nbytes=host_bytes, max_rank=max_rank)
     # The first copy takes device memory for its stream, and loads the device's code for it.
     block = HostBlock.empty(1, network.config, network.dtype, pin=network.device.type == "cuda")
+    block.scales.fill_(1)  # what is under a scale of 0 is not copied
     write((0,), HostAdapter(_RANK, 1, block.nbytes, block.groups))
 
 

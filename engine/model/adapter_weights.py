@@ -23,7 +23,8 @@ class GroupWeights:
     """One projection group of all ``L`` layers, in ``P`` pages of ``M`` projections.
 
     Attributes:
-        a: [L, P, M, 16, in]. b: [L, P, 16, out] (Bᵀ). Zero above a projection's rank, but for vectors.
+        a: [L, P, M, 16, in]. b: [L, P, 16, out] (Bᵀ). Zero above a projection's rank, but for vectors, or of
+            any content where nobody reads: above the adapter's rank, and in what it lacks.
         scales: float32 [L, P, M]; 0 where the adapter lacks the projection.
     """
 
@@ -51,14 +52,19 @@ class HostBlock:
     nbytes: int
 
     @classmethod
-    def empty(cls, num_pages: int, config: ModelConfig, dtype: torch.dtype, *, pin: bool) -> HostBlock:
-        """All zero; ``pin`` for page-locked memory."""
+    def empty(
+        cls, num_pages: int, config: ModelConfig, dtype: torch.dtype, *, pin: bool, zero: bool = True
+    ) -> HostBlock:
+        """All zero, or of any content; ``pin`` for page-locked memory."""
         shapes = page_shapes(num_pages, config)
         sides = [shape for a, b, _ in shapes.values() for shape in (a, b)]
         weights_bytes = sum(map(math.prod, sides)) * dtype.itemsize
         nbytes = weights_bytes + sum(math.prod(s) for _, _, s in shapes.values()) * torch.float32.itemsize
         taken = 1 << (nbytes - 1).bit_length() if pin else huge_pages.taken_for(nbytes)
-        block = torch.zeros(taken, dtype=torch.uint8, pin_memory=True) if pin else huge_pages.zeros(taken)
+        if pin:
+            block = (torch.zeros if zero else torch.empty)(taken, dtype=torch.uint8, pin_memory=True)
+        else:
+            block = (huge_pages.zeros if zero else huge_pages.empty)(taken)
         weights = block[:weights_bytes].view(dtype)
         scales = block[weights_bytes:nbytes].view(torch.float32)
         of_groups = zip(

@@ -61,18 +61,20 @@ class RankPagePool:
         ]
 
     def write(self, pages: Sequence[int], adapter: HostAdapter) -> None:
-        """Overwrite ``pages``, which nobody may reference, with an adapter's, in order."""
+        """Overwrite ``pages``, which nobody may reference, with an adapter's, in order.
+
+        What the adapter has no weights for stays as it was, under scales of 0.
+        """
         assert len(pages) == adapter.num_pages, "an adapter fills exactly its own number of pages"
         if adapter.stored is not None:
             self._pack(pages, adapter.stored)
             return
         for group, weights in adapter.groups.items():
             target = self._groups[group]
-            for whole, source in (
-                (target.a, weights.a),
-                (target.b, weights.b),
-                (target.scales, weights.scales),
-            ):
+            copies = [(target.scales, weights.scales)]
+            if adapter.has_vectors or weights.scales.any():  # else nobody reads the others
+                copies += [(target.a, weights.a), (target.b, weights.b)]
+            for whole, source in copies:
                 # In one piece to the device first: from there on no copy of it makes the host wait.
                 staged = source.to(whole.device, non_blocking=True)
                 for i, page in enumerate(pages):

@@ -20,7 +20,7 @@ from adapters.peft_config import LoraConfig, parse_config
 from adapters.reader import read_config
 from adapters.safetensors_header import RawHeader
 from adapters.weight_files import RawHeaders, read_headers
-from engine.model import adapter_reading
+from engine.model import adapter_reading, adapter_weights
 from engine.model.adapter_packing import PackingPlan, packing_plan
 from engine.model.adapter_reading import read_adapter, read_as_stored
 from engine.model.adapter_rehearsal import prepare_loads, rehearse_packing
@@ -43,12 +43,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Lla
 
 
 def delta(adapter: HostAdapter, config: ModelConfig, layer: int, group: str, m: int) -> torch.Tensor:
-    """B·A with its scale, as the kernels would compute it from the pages: [out, in]."""
+    """B·A with its scale, as the kernels compute it from the live rank rows of the pages: [out, in]."""
     weights, splits = adapter.groups[group], config.group_splits(group)
     total = torch.zeros(splits[m + 1] - splits[m], config.group_in(group))
     for page in range(adapter.num_pages):
-        b = weights.b[layer, page, :, splits[m] : splits[m + 1]]
-        total += weights.scales[layer, page, m] * (b.T @ weights.a[layer, page, m])
+        scale, live = weights.scales[layer, page, m], min(16, adapter.rank - 16 * page)
+        if scale:
+            b = weights.b[layer, page, :live, splits[m] : splits[m + 1]]
+            total += scale * (b.T @ weights.a[layer, page, m, :live])
     return total
 
 
@@ -129,9 +131,10 @@ def test_adapters_that_look_alike_share_a_plan_and_nothing_else(
     )
     stored = load_file(folders[1] / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-    assert torch.equal(second.a[1, 0, 0, :4], stored[name]) and not torch.equal(first.a, second.a)
-    assert torch.equal(loud.a, first.a) and torch.equal(loud.scales, 5 * first.scales)
-    assert torch.equal(same.a, first.a) and torch.equal(same.scales, first.scales)
+    q = slice(None), 0, 0, slice(4)
+    assert torch.equal(second.a[1, 0, 0, :4], stored[name]) and not torch.equal(first.a[q], second.a[q])
+    assert torch.equal(loud.a[q], first.a[q]) and torch.equal(loud.scales, 5 * first.scales)
+    assert torch.equal(same.a[q], first.a[q]) and torch.equal(same.scales, first.scales)
 
 
 def test_plans_are_kept_by_what_decides_them(
@@ -201,8 +204,8 @@ def test_what_is_copied_in_rehearsal_fills_one_page(base: tuple[PreTrainedModel,
         lora.a[:] = lora.b[:] = lora.scales[:] = 1.0
     prepare_loads(network, pool.write, host_bytes=0, max_rank=64)
     for lora in (lora for layer in pool.layers for lora in layer):
-        for written in (lora.a, lora.b, lora.scales):
-            assert not written[0].any() and written[1].all()
+        for weights in (lora.a, lora.b):
+            assert not weights[0].any() and weights[1].all()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -261,7 +264,7 @@ def test_a_file_that_has_become_shorter_is_no_adapter(
         read_as_stored(folder, network)
 
 
-def test_writing_overwrites_the_whole_page_and_no_other(
+def test_writing_fills_all_that_is_read_of_a_page_and_no_other(
     base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path
 ) -> None:
     model, network = base
@@ -272,15 +275,53 @@ def test_writing_overwrites_the_whole_page_and_no_other(
     second = read_adapter(small, network, pin=False)
     pool.write((3, 1), first)
     pool.write((3,), second)
+    own = slice(*network.config.group_splits("qkv")[:2])
     for i, layer in enumerate(pool.layers):
+        was, now = first.groups["qkv"], second.groups["o"]
+        assert torch.equal(layer.o.a[3, :, :4], now.a[i, 0, :, :4])
+        assert torch.equal(layer.o.b[3, :4], now.b[i, 0, :4])
+        assert torch.equal(layer.qkv.a[1, 0], was.a[i, 1, 0])
+        assert torch.equal(layer.qkv.b[1, :, own], was.b[i, 1, :, own])
         for group, lora in layer._asdict().items():
-            was, now = first.groups[group], second.groups[group]
-            for tensors in (
-                (lora.a, was.a, now.a),
-                (lora.b, was.b, now.b),
-                (lora.scales, was.scales, now.scales),
-            ):
-                pages, old, new = tensors
-                assert torch.equal(pages[3], new[i, 0])
-                assert torch.equal(pages[1], old[i, 1])
-                assert pages[0].count_nonzero() == pages[2].count_nonzero() == 0
+            assert torch.equal(lora.scales[3], second.groups[group].scales[i, 0])
+            assert torch.equal(lora.scales[1], first.groups[group].scales[i, 1])
+            for weights in (lora.a, lora.b, lora.scales):
+                assert not weights[0].any() and not weights[2].any()
+
+
+def test_what_an_adapter_lacks_is_not_copied(
+    base: tuple[PreTrainedModel, LlamaModel], tmp_path: Path
+) -> None:
+    """And a page that is another's no more holds what nobody reads."""
+    model, network = base
+    folder = save_adapter(model, tmp_path / "adapter", rank=4, targets=("q_proj", "o_proj"), seed=1)
+    pool = RankPagePool(network.config, 1, torch.float32, torch.device("cpu"))
+    for lora in (lora for layer in pool.layers for lora in layer):
+        lora.a[:] = lora.b[:] = lora.scales[:] = float("nan")
+    pool.write((0,), read_adapter(folder, network, pin=False))
+    for layer in pool.layers:
+        for lora in (layer.gate_up, layer.down):
+            assert lora.a.isnan().all() and lora.b.isnan().all() and not lora.scales.any()
+        assert layer.qkv.scales[0, 0] and not layer.qkv.scales[0, 1:].any() and layer.o.scales.all()
+
+
+@pytest.mark.parametrize("options", [{"rank_pattern": {"o_proj": 3}}, {"use_dora": True}])
+def test_memory_that_held_another_is_zero_where_an_adapter_is_read_but_has_nothing(
+    base: tuple[PreTrainedModel, LlamaModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    """In the rank rows that one projection has and another lacks, and in rows of vectors."""
+    model, network = base
+    folder = save_adapter(
+        model, tmp_path / "adapter", rank=4, targets=("q_proj", "o_proj"), seed=1, **options
+    )
+
+    def used(nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    monkeypatch.setattr(adapter_weights.huge_pages, "empty", used)
+    adapter = read_adapter(folder, network, pin=False)
+    for weights in adapter.groups.values():
+        assert weights.a.isfinite().all() and weights.b.isfinite().all()
