@@ -198,7 +198,8 @@ def open_store(location: str, scratch: Path) -> BlobStore:
 
 
 def open_reader(location: str, cache: Path, cache_bytes: int) -> BlobReader:
-    """The store as an engine reads it; `cache` and its size are used for remote stores alone.
+    """The store as an engine reads it, who makes no more of a folder than its root; `cache` and its size are
+    used for remote stores alone.
 
     Raises what `open_store` raises, and OSError when another process has the cache.
     """
@@ -208,7 +209,7 @@ def open_reader(location: str, cache: Path, cache_bytes: int) -> BlobReader:
         return StoreCache(_open_bucket(location, cache), cache, cache_bytes)
     from adapters.folder_store import FolderStore
 
-    return FolderStore(Path(location))
+    return FolderStore(Path(location), only_reads=True)
 
 
 def _open_bucket(location: str, scratch: Path) -> S3Store:
@@ -234,13 +235,13 @@ def check_location(location: str) -> str:
 
 
 def check_present(folder: Path) -> None:
-    """Raises `StoreUnavailable` unless a folder is there that a store had made when it was opened.
+    """Raises `StoreUnavailable` unless a folder is there that a gateway makes when it opens the store.
 
     When its volume is gone, files that are missing are not lost, and new ones must not go below the bare
     mount point.
     """
     if not folder.is_dir():
-        raise StoreUnavailable(f"The store's folder {folder} is not there any more. Is its volume mounted?")
+        raise StoreUnavailable(f"The store's folder {folder} is not there. Is its volume mounted?")
 
 
 def hex_of(digest: bytes) -> str:

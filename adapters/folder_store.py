@@ -46,18 +46,21 @@ class FolderStore:
     """The store under `root`, which is made if it is missing: a `BlobStore` and a `BlobReader`.
     Safe for many processes at once on one file system.
 
-    Methods raise `StoreUnavailable` when the root has vanished since, as with an unmounted volume.
+    Methods raise `StoreUnavailable` when what they need below the root is not there, as with a volume that is
+    not mounted any more; or not yet, for a reader, which makes nothing below the root.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, only_reads: bool = False) -> None:
         self._root = root
         self._blobs = root / "sha256"
         self._staging = root / "staging"
         self._trash = root / "trash"
         self._records = root / "records"
         self.scratch = root / "uploads"
-        for folder in (self._blobs, self._staging, self._trash, self._records, self.scratch):
-            folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        if not only_reads:
+            for folder in (self._blobs, self._staging, self._trash, self._records, self.scratch):
+                folder.mkdir(exist_ok=True)
 
     def stage(self, files: Path | None = None) -> FolderStaging:
         """A new private folder for one upload; `files`, a folder under `scratch`, moves and becomes it.

@@ -7,6 +7,7 @@ queue and one callback per step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
@@ -37,7 +38,8 @@ class EngineService(pb_grpc.EngineServicer):
     Args:
         model: what `GetModelInfo` says, and what submissions are checked against.
         tokenizer_files: what `GetTokenizer` sends, by name.
-        on_disk: whether the store has an adapter that is in no memory; called in a thread.
+        on_disk: whether the store has an adapter that is in no memory; called in a thread. Raises OSError
+            where the store cannot be read.
         grammars: None where answers cannot be held to a grammar.
     """
 
@@ -96,7 +98,11 @@ class EngineService(pb_grpc.EngineServicer):
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: ServicerContext) -> pb.AdapterState:
         await self._check_digest(request.digest, context)
-        if not await asyncio.to_thread(self._on_disk, request.digest):
+        try:
+            is_there = await asyncio.to_thread(self._on_disk, request.digest)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the store cannot be read: {error}")
+        if not is_there:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the store has no adapter with this digest")
         fault = await asyncio.wrap_future(self._loop.prefetch(request.digest))
         if fault:
@@ -156,8 +162,11 @@ class EngineService(pb_grpc.EngineServicer):
 
     async def _adapter_state(self, digest: bytes) -> pb.AdapterState:
         adapter = await asyncio.wrap_future(self._loop.adapter(digest))
-        if adapter.residency is Residency.NONE and await asyncio.to_thread(self._on_disk, digest):
-            adapter = replace(adapter, residency=Residency.DISK)
+        if adapter.residency is Residency.NONE:
+            # It is nowhere for now where the store is away, and its load says why.
+            with contextlib.suppress(OSError):
+                if await asyncio.to_thread(self._on_disk, digest):
+                    adapter = replace(adapter, residency=Residency.DISK)
         return _to_state(adapter)
 
     async def _check_digest(self, digest: bytes, context: ServicerContext) -> None:

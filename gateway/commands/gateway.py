@@ -16,6 +16,7 @@ from gateway.commands.exits import CommandFailed, Exit
 if TYPE_CHECKING:
     import uvicorn
 
+    from adapters.blob_store import BlobStore
     from gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ def gateway(
         "journal": journal,
     }
     settings = _settings({key: value for key, value in given.items() if value is not None})
-    _check_store(settings)
+    opened = _open_store(settings)
     import uvloop
 
-    uvloop.run(_serve(settings))
+    uvloop.run(_serve(settings, opened))
 
 
 def _suit_one_loop() -> None:
@@ -88,19 +89,21 @@ def _settings(given: dict[str, Any]) -> GatewaySettings:
         raise CommandFailed("; ".join(faults), Exit.USAGE) from None
 
 
-def _check_store(settings: GatewaySettings) -> None:
+def _open_store(settings: GatewaySettings) -> BlobStore:
     from adapters.blob_store import open_store
 
     try:
-        open_store(settings.store, settings.store_cache)
+        return open_store(settings.store, settings.store_cache)
     except OSError as error:
         reason = error.strerror or str(error)
         message = f"The store '{settings.store}' cannot be used ({reason}). Choose another with --store."
         raise CommandFailed(message, Exit.REFUSED) from None
 
 
-async def _serve(settings: GatewaySettings) -> None:
-    """Serves until a signal ends it; streams get a while to finish."""
+async def _serve(settings: GatewaySettings, store: BlobStore) -> None:
+    """Serves until a signal ends it; streams get a while to finish. With a store that is not that of this
+    Redis it ends at once, or when Redis is there to say so.
+    """
     import uvicorn
 
     from gateway.app import create_app
@@ -124,15 +127,19 @@ async def _serve(settings: GatewaySettings) -> None:
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )
-    announcing = [
-        asyncio.create_task(_announce_operator_key(settings)),
-        asyncio.create_task(_started(server)),
-    ]
+    is_right = await _has_right_store(settings, store)
+    beside = [asyncio.create_task(_announce_operator_key(settings)), asyncio.create_task(_started(server))]
+    if not is_right:
+        beside.append(asyncio.create_task(_check_store_later(settings, store, server)))
     try:
         await server.serve()
     finally:
-        for task in announcing:
+        for task in beside:
             task.cancel()
+        ends = await asyncio.gather(*beside, return_exceptions=True)
+    for fault in ends:
+        if isinstance(fault, CommandFailed):
+            raise fault
     if not server.started:
         raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.REFUSED)
 
@@ -146,6 +153,35 @@ async def _started(server: uvicorn.Server) -> None:
     gc.enable()
     host, port = server.servers[0].sockets[0].getsockname()[:2]
     logger.info("gateway listens on http://%s:%d", host, port)
+
+
+async def _has_right_store(settings: GatewaySettings, store: BlobStore) -> bool:
+    """Whether the store is that of this Redis; False while one of them cannot be reached. Raises
+    CommandFailed where it is another's.
+    """
+    from redis.exceptions import RedisError
+
+    from gateway.redis_client import connect
+    from gateway.store_identity import WrongStore, check_identity
+
+    async with connect(settings.redis_url) as redis:
+        try:
+            await check_identity(redis, store, settings.store)
+        except WrongStore as fault:
+            raise CommandFailed(str(fault), Exit.REFUSED) from None
+        except (RedisError, OSError):
+            return False
+    return True
+
+
+async def _check_store_later(settings: GatewaySettings, store: BlobStore, server: uvicorn.Server) -> None:
+    """Has the server end when the store turns out to be another's. Raises CommandFailed, which says so."""
+    try:
+        while not await _has_right_store(settings, store):
+            await asyncio.sleep(_RETRY_S)
+    except CommandFailed:
+        server.should_exit = True
+        raise
 
 
 async def _announce_operator_key(settings: GatewaySettings) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.blob_store import MANIFEST_FILE, StoreUnavailable
+from adapters.blob_store import MANIFEST_FILE, StoreUnavailable, open_reader
 from adapters.folder_store import FolderStore
 
 DIGEST = hashlib.sha256(b"one").digest()
@@ -53,6 +53,17 @@ def test_others_may_read_a_blob_and_nobody_an_upload(store: FolderStore) -> None
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o644}
     with store.stage() as staging:
         assert stat.S_IMODE(staging.path.stat().st_mode) == 0o700
+
+
+def test_a_reader_makes_nothing_and_names_a_volume_that_is_not_mounted(tmp_path: Path) -> None:
+    reader = open_reader(str(tmp_path / "store"), tmp_path, 1)
+    assert list((tmp_path / "store").iterdir()) == []
+    for ask in (reader.contains, reader.has_local):
+        with pytest.raises(StoreUnavailable, match="sha256 is not there"):
+            ask(DIGEST)
+    assert publish(FolderStore(tmp_path / "store"))
+    with reader.reading(DIGEST) as folder:
+        assert (folder / MANIFEST_FILE).exists()
 
 
 def test_an_upload_that_fails_leaves_nothing(store: FolderStore, tmp_path: Path) -> None:

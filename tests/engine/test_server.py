@@ -351,6 +351,21 @@ async def test_one_adapter_is_shown_with_what_it_has_been_through() -> None:
         client.call.cancel()
 
 
+async def test_a_store_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(digest: bytes) -> bool:
+        raise OSError("Is its volume mounted?")
+
+    async with serve() as serving:
+        monkeypatch.setattr(serving.server.service, "_on_disk", fail)
+        digest = digest_of("a")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.LoadAdapter(pb.LoadAdapterRequest(digest=digest))
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "the store cannot be read: Is its volume mounted?"
+        (state,) = (await serving.stub.ListAdapters(pb.ListAdaptersRequest(digest=digest))).adapters
+        assert state.residency == pb.RESIDENCY_NONE
+
+
 async def test_an_announced_adapter_is_read_before_its_request_comes() -> None:
     async with serve() as serving:
         digest = serving.engine.store.add("a")

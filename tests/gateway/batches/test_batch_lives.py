@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -37,6 +36,7 @@ from tests.gateway.batches.made import a_batch, begin, custom_ids, lines, wait_f
 from tests.gateway.control_plane import control_plane
 from tests.gateway.fake_engine import MODEL, FakeEngine
 from tests.gateway.local_stack import LocalStack, wait_until
+from tests.ports import reserve_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,8 +62,7 @@ def running(engine: FakeEngine) -> Iterator[None]:
 
 @contextmanager
 def gateway_process(redis_url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = reserve_port()
     settings = {
         "LORAPLEX_REDIS_URL": redis_url,
         "LORAPLEX_STORE": str(folder / "store"),
