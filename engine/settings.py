@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from adapters.blob_store import check_location
+from adapters.service_links import check_port
 
 _GIB = 1 << 30
 _ENV_PREFIX = "LORAPLEX_ENGINE_"
@@ -57,7 +58,9 @@ class EngineSettings(BaseSettings):
     )
 
     host: str = _field("127.0.0.1", "serving", "Address to listen on.")
-    port: int = _field(50051, "serving", "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: Annotated[int, BeforeValidator(check_port)] = _field(
+        50051, "serving", "Port to listen on; 0 takes a free one.", ge=0, le=65535
+    )
     advertise: str | None = _field(
         None, "serving", "HOST:PORT under which gateways reach this engine; default: where it listens."
     )

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from adapters.blob_store import check_location
+from adapters.service_links import check_port
 from gateway.prices import load_prices
 
 _MIB = 1024 * 1024
@@ -35,10 +36,10 @@ class GatewaySettings(BaseSettings):
     )
 
     host: str = Field(default="127.0.0.1", description="Address that the HTTP server binds.")
-    port: int = Field(
+    port: Annotated[int, BeforeValidator(check_port)] = Field(
         default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one."
     )
-    grpc_port: int | None = Field(
+    grpc_port: Annotated[int | None, BeforeValidator(check_port)] = Field(
         default=None,
         ge=0,
         le=65535,

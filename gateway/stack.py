@@ -25,7 +25,8 @@ Report = Callable[[str], None]
 
 _GUARD = str(Path(__file__).with_name("guarded.py"))
 _PROBE_EVERY_S = 0.1
-_STOP_S = 15.0
+_STOP_S = 30.0
+"""More than a gateway may take: its streams have ten seconds, batches and the ledger five each."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 30.0
@@ -88,8 +89,13 @@ class Child:
         self._stopping = False
 
     async def start(self) -> None:
-        """Starts the process and waits until it is healthy. Raises StackError when it ends before that."""
-        await self._spawn()
+        """Starts the process and waits until it is healthy. Raises StackError when it ends before that, or
+        the system has no room for it.
+        """
+        try:
+            await self._spawn()
+        except OSError as error:
+            raise StackError(f"The {self.spec.name} cannot be started: {error.strerror}.") from error
         assert self._process is not None
         ended = asyncio.create_task(self._process.wait())
         try:

@@ -198,6 +198,19 @@ def test_the_images_run_without_root_and_the_gateways_has_no_torch() -> None:
             assert (ROOT / source).exists()
 
 
+def test_whatever_is_kept_in_a_container_has_a_folder_that_its_user_may_write_to() -> None:
+    engine = {variable_of(name): field for name, field in EngineSettings.model_fields.items()}
+    gateway = {f"LORAPLEX_{name.upper()}": field for name, field in GatewaySettings.model_fields.items()}
+    for service, settings in (("gateway", gateway), ("engine", engine)):
+        text = (ROOT / SERVICES[service]["build"]["dockerfile"]).read_text()
+        (made,) = re.findall(r"install -d -o loraplex -g loraplex (.*)", text)
+        set_to = dict(re.findall(r"(LORAPLEX_\w+)=(\S+)", text))
+        assert set_to.keys() == {
+            name for name, each in settings.items() if str(each.default).startswith("var/")
+        }
+        assert set(set_to.values()) <= set(made.split())
+
+
 def test_the_images_see_all_that_they_are_built_from() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split("\n")
     built_from = ("adapters", "engine", "gateway", "kernels", "protos")

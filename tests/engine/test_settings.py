@@ -71,6 +71,7 @@ def test_the_address_for_gateways() -> None:
             ["--model=m", "--port=70000"],
             "--port (or LORAPLEX_ENGINE_PORT): Input should be less than or equal",
         ),
+        (["--model=m", "--port=tcp://10.0.0.3:80"], "set enableServiceLinks: false"),
         (["--model=m", "--dtype=float16"], "--dtype (or LORAPLEX_ENGINE_DTYPE)"),
         (["--model=m", "--block-size=32"], "--block-size"),
         (["--model=m", "--gpu-memory-utilization=1.5"], "--gpu-memory-utilization"),

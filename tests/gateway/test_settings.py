@@ -27,6 +27,15 @@ def test_an_empty_variable_is_none_as_compose_passes_it(monkeypatch: pytest.Monk
     assert GatewaySettings().operator_key is None
 
 
+@pytest.mark.parametrize("name", ["LORAPLEX_PORT", "LORAPLEX_GRPC_PORT"])
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "tcp://10.0.0.3:80")
+    with pytest.raises(ValidationError, match="Kubernetes sets for a Service of this name"):
+        GatewaySettings()
+
+
 def test_the_operators_key_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_OPERATOR_KEY", "a secret")
     settings = GatewaySettings()

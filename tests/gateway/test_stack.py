@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +119,27 @@ async def test_a_killed_child_is_started_again_with_one_clear_line(
         assert [line for line in lines if "SIGKILL" in line] == [
             "worker was killed by SIGKILL; starting it again in 0.5 s"
         ]
+
+
+async def test_a_child_for_which_the_system_has_no_room_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "_FIRST_PAUSE_S", 0.05)
+    begin, faults = asyncio.create_subprocess_exec, [OSError(errno.EAGAIN, "no more processes")] * 2
+
+    async def sometimes(*args: Any, **more: Any) -> asyncio.subprocess.Process:
+        if faults:
+            raise faults.pop()
+        return await begin(*args, **more)
+
+    async with running(tmp_path, monkeypatch, spec("child", tmp_path)) as (lines, _):
+        await until(lambda: any("serves m" in line for line in lines))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", sometimes)
+        pid = pid_of("child", tmp_path)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: sum("child is ready" in line for line in lines) == 2)
+    assert lines.count("The child cannot be started: no more processes.") == 2
 
 
 async def test_a_child_that_dies_while_it_starts_ends_the_stack(
