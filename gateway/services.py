@@ -90,12 +90,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(redis.aclose)
         tenants, keys, audit = Tenants(redis), Keys(redis), Audit(redis)
         await stack.enter_async_context(trimming(audit, settings.audit_days))
-        authenticator = Authenticator(
-            redis,
-            operator_key=settings.operator_key,
-            cache_s=settings.auth_cache_s,
-            grace_s=settings.auth_grace_s,
-        )
+        authenticator = _authenticator(redis, settings)
         await _run_in(stack, authenticator)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
         known_adapters = KnownAdapters(redis, registry)
@@ -144,6 +139,15 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             files=Files(redis),
             batches=Batches(redis, lease_s=settings.lease_s),
         )
+
+
+def _authenticator(redis: Redis, settings: GatewaySettings) -> Authenticator:
+    return Authenticator(
+        redis,
+        operator_key=settings.operator_key,
+        cache_s=settings.auth_cache_s,
+        grace_s=settings.auth_grace_s,
+    )
 
 
 class _Follower(Protocol):

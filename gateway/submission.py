@@ -40,12 +40,7 @@ def build_submits(
     prompt that does not fit, a token that does not exist, or more choices than an engine runs.
     """
     count = fields.drawn_choices
-    if 0 < model.info.max_num_seqs < count:
-        name = "n" if count == (fields.n or 1) else "best_of"
-        message = (
-            f"'{name}' is {count}, but the engine runs at most {model.info.max_num_seqs} choices at once."
-        )
-        raise invalid_request(message, param=name)
+    _check_choices(fields, model.info.max_num_seqs)
     if count > (fields.n or 1) and logprobs is None:
         logprobs = 0  # to tell the best by
     sampling = _sampling(fields, model.vocab_size, logprobs, banned)
@@ -58,11 +53,7 @@ def build_submits(
     submits = []
     for index, prompt in enumerate(prompts):
         limit = _limit(len(prompt), model.info.max_model_len, max_tokens)
-        if (fields.min_tokens or 0) > limit:
-            raise invalid_request(
-                f"'min_tokens' is {fields.min_tokens}, but at most {limit} tokens can be generated.",
-                param="min_tokens",
-            )
+        _check_min_tokens(fields.min_tokens or 0, limit)
         choices = range(index * count, (index + 1) * count)
         digest, start = adapter_for(prompt, model)
         submits.append(
@@ -86,6 +77,22 @@ def build_submits(
             )
         )
     return submits
+
+
+def _check_choices(fields: GenerationFields, most: int) -> None:
+    """Raises ApiError 400 for more choices than an engine runs, if that is known."""
+    count = fields.drawn_choices
+    if 0 < most < count:
+        name = "n" if count == (fields.n or 1) else "best_of"
+        message = f"'{name}' is {count}, but the engine runs at most {most} choices at once."
+        raise invalid_request(message, param=name)
+
+
+def _check_min_tokens(least: int, limit: int) -> None:
+    if least > limit:
+        raise invalid_request(
+            f"'min_tokens' is {least}, but at most {limit} tokens can be generated.", param="min_tokens"
+        )
 
 
 def too_long(prompt_tokens: int | str, max_model_len: int) -> ApiError:

@@ -77,7 +77,7 @@ async def generate(
 
     `route` is for the metrics and the ledger; `shown` are special tokens that the form is to see, and
     `reasoning` says that some of an answer may be thought; `echo` puts the prompts before their answers.
-    Raises ApiError as `Admissions.admit` and `answer`.
+    Raises ApiError as `Admissions.admit`, and for what fails before the first token.
     """
     services: Services = request.app.state.services
     if body.use_beam_search:
@@ -113,17 +113,7 @@ async def generate(
     generation.admission = admission = await admitting
     choices = sum(len(submit.seeds) for submit in submits)
     try:
-        response = await answer(
-            request,
-            generation,
-            form,
-            choices=choices,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            keep=body.n or 1,
-            of=body.drawn_choices,
-            ranked=bool(body.use_beam_search),
-        )
+        response = await _answer(request, generation, form, body, choices=choices)
     except ApiError as error:
         error.headers = {**admission.headers(), **(error.headers or {})}
         raise
@@ -131,26 +121,16 @@ async def generate(
     return response
 
 
-async def answer(
-    request: Request,
-    generation: Generation,
-    form: AnswerFormat,
-    *,
-    choices: int,
-    stream: bool,
-    include_usage: bool,
-    keep: int,
-    of: int,
-    ranked: bool,
+async def _answer(
+    request: Request, generation: Generation, form: AnswerFormat, body: GenerationFields, *, choices: int
 ) -> Response:
-    """Runs a generation to its end, or until the client goes. It has `of` choices for each prompt, of which
-    the best `keep` are the answer: the first where they are `ranked`. A stream has all of them.
-    Raises ApiError for what fails before the first token.
+    """Runs a generation of so many choices, over all prompts, to its end, or until the client goes. A stream
+    has all of them. Raises ApiError for what fails before the first token.
     """
     try:
-        if not stream:
-            return await _answer_whole(request, generation, form, choices, keep=keep, of=of, ranked=ranked)
-        events = _events(generation, form, include_usage)
+        if not body.stream:
+            return await _answer_whole(request, generation, form, body, choices)
+        events = _events(generation, form, body.include_usage)
         async with DisconnectWatch(request.scope, request.receive, generation.close):
             first = await anext(events)
     except asyncio.CancelledError:  # see EventStream
@@ -159,15 +139,11 @@ async def answer(
 
 
 async def _answer_whole(
-    request: Request,
-    generation: Generation,
-    form: AnswerFormat,
-    choices: int,
-    *,
-    keep: int,
-    of: int,
-    ranked: bool,
+    request: Request, generation: Generation, form: AnswerFormat, body: GenerationFields, choices: int
 ) -> Response:
+    """Of the choices that were made for a prompt, the best are the answer: of a search, which has them in
+    order, the first.
+    """
     collected: list[list[Piece]] = [[] for _ in range(choices)]
     with generation:
         async with DisconnectWatch(request.scope, request.receive, generation.close):
@@ -176,15 +152,18 @@ async def _answer_whole(
                     collected[piece.choice].append(piece)
     if not generation.complete:
         return Response(status_code=499)  # nginx's number for a client that has gone; nobody reads it
+    keep, of = body.n or 1, body.drawn_choices
     if keep < of:
-        scores = [-index if ranked else generation.mean_logprob(index) for index in range(choices)]
+        scores = [
+            -index if body.use_beam_search else generation.mean_logprob(index) for index in range(choices)
+        ]
         collected = best_choices(collected, scores, of=of, keep=keep)
 
-    def body() -> bytes:
+    def content() -> bytes:
         return orjson.dumps(form.whole(collected, generation.usage))
 
     are_few = sum(len(piece.tokens) for own in collected for piece in own) <= _FEW_TOKENS
-    return Response(body() if are_few else await asyncio.to_thread(body), media_type="application/json")
+    return Response(content() if are_few else await asyncio.to_thread(content), media_type="application/json")
 
 
 async def _events(generation: Generation, form: AnswerFormat, include_usage: bool) -> AsyncGenerator[bytes]:
