@@ -119,9 +119,10 @@ def _fetch(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     # The hub client fails in its own, its HTTP library's and the system's exceptions; all mean the same here.
     except Exception as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
         raise ModelNotAvailable(
-            f"Model {name} is not on disk and could not be fetched from the hub ({type(error).__name__}); "
-            "download it first and pass its folder, or a .gguf file."
+            f"Model {name} is not on disk and could not be fetched from the hub ({reason}); set HF_TOKEN if "
+            "it is gated there, or download it first and pass its folder, or a .gguf file."
         ) from error
 
 

@@ -154,7 +154,20 @@ def test_a_hub_name_that_cannot_be_fetched_is_one_sentence(
     ) as e:
         load("some/model")
     assert calls == [True, False]
+    assert "(ConnectionError); set HF_TOKEN if it is gated there" in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_a_disk_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def full(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        raise (LocalEntryNotFoundError(name) if local_files_only else OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ModelNotAvailable, match="No space left on device"):
+        load("some/model")
 
 
 def test_a_hub_name_comes_from_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
