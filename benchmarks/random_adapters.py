@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 NUM_LAYERS = 30
 HIDDEN, KEYS_AND_VALUES, INTERMEDIATE = 576, 192, 1536
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 # Inputs and outputs of every linear layer.
 MODULES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -38,8 +40,8 @@ def page_bytes(item_bytes: int) -> int:
     return NUM_LAYERS * (16 * widths * item_bytes + 4 * len(MODULES))
 
 
-def write_adapter(folder: Path, *, rank: int, seed: int) -> None:
-    """Write an adapter of all linear layers into a new folder; its weights are small and change little."""
+def write_adapter(folder: Path, *, rank: int, seed: int, modules: Collection[str] = MODULES) -> None:
+    """Write an adapter of some linear layers into a new folder. Its weights are small and change little."""
     generator = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     config = {
@@ -48,13 +50,14 @@ def write_adapter(folder: Path, *, rank: int, seed: int) -> None:
         "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted(name.split(".")[1] for name in MODULES),
+        "target_modules": sorted(name.split(".")[1] for name in modules),
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
     weights: dict[str, np.ndarray] = {}
     for layer in range(NUM_LAYERS):
-        for name, (inputs, outputs) in MODULES.items():
+        for name in modules:
+            inputs, outputs = MODULES[name]
             stem = f"base_model.model.model.layers.{layer}.{name}"
             weights[f"{stem}.lora_A.weight"] = _normal(generator, (rank, inputs), inputs**-0.5)
             weights[f"{stem}.lora_B.weight"] = _normal(generator, (outputs, rank), 0.01)

@@ -132,7 +132,8 @@ class LoraPool:
     ``b[page, SHIFT_ROW]``, both [out], zero in the columns of projections that have none.
 
     Attributes:
-        a, b: in the model's dtype. Rows above an adapter's rank in its last page are zero, but for vectors.
+        a, b: in the model's dtype. They may hold anything where nobody reads: in rows above an adapter's rank
+            that are no vectors, and under a scale of 0.
         splits: M + 1 column offsets, from 0 to ``out``.
     """
 
