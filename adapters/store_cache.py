@@ -5,11 +5,13 @@
     folder/lock                      held by the process that uses the folder
 
 An entry found at the start is not believed: its files are hashed before they are read for the first time, and
-after a reader failed on them. What is not as its manifest says is fetched again.
+after a reader failed on them. What is not as its manifest says, or was removed by others, is fetched again.
+Where the disk is full before the bound is reached, what was used longest ago makes room.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -19,7 +21,7 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +29,8 @@ from typing import Any, Protocol
 from adapters.blob_store import MANIFEST_FILE, hex_of, sha256_of
 
 logger = logging.getLogger(__name__)
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RemoteStore(Protocol):
@@ -134,7 +138,8 @@ class StoreCache:
                 if entry is not None and entry.verified:
                     entry.readers += 1
                     self._entries.move_to_end(digest)
-                    os.utime(self._folder(digest))  # the order of use, for the next start
+                    with suppress(OSError):  # if it is gone, its reader fails, and it is fetched again
+                        os.utime(self._folder(digest))  # the order of use, for the next start
                     return entry
                 self._filling.add(digest)
             try:
@@ -167,21 +172,45 @@ class StoreCache:
     def _fetch(self, digest: bytes) -> None:
         nbytes = _size_of(self._store.manifest(digest))
         self._make_room(nbytes, digest)
-        incoming = self._incoming / secrets.token_hex(16)
-        arrived = False
+        incoming: Path | None = None
         try:
-            incoming.mkdir()
-            self._store.fetch(digest, incoming)
-            arrived = True
+            incoming = self._bring(digest)
         finally:
-            if not arrived:
-                shutil.rmtree(incoming, ignore_errors=True)
             with self._changed:
                 self._reserved -= nbytes
-                if arrived:
+                if incoming is not None:
+                    self._blobs.mkdir(parents=True, exist_ok=True)  # others may have cleared the disk
                     incoming.rename(self._folder(digest))
                     self._entries[digest] = _Entry(nbytes, verified=True)
                 self._changed.notify_all()
+
+    def _bring(self, digest: bytes) -> Path:
+        """Fetches a blob into a folder of its own. Copies go as long as the disk has no room for it."""
+        while True:
+            incoming = self._incoming / secrets.token_hex(16)
+            try:
+                incoming.mkdir(parents=True)
+                self._store.fetch(digest, incoming)
+            except BaseException as error:
+                shutil.rmtree(incoming, ignore_errors=True)
+                if not isinstance(error, OSError) or error.errno not in _NO_ROOM or not self._drop_oldest():
+                    raise
+                logger.warning(
+                    "the cache's disk is full before --store-cache-bytes are; a copy goes for adapter %s",
+                    digest.hex()[:12],
+                )
+            else:
+                return incoming
+
+    def _drop_oldest(self) -> bool:
+        """Removes the copy that was used longest ago. False: all that there are have readers."""
+        with self._changed:
+            victim = self._victim()
+            out = None if victim is None else self._take_out(victim)
+        if out is None:
+            return False
+        shutil.rmtree(out, ignore_errors=True)
+        return True
 
     def _make_room(self, nbytes: int, digest: bytes) -> None:
         """Reserves room, at the cost of what was used longest ago; waits while all else is read."""
@@ -214,7 +243,9 @@ class StoreCache:
         """Takes an entry out, by one rename; its folder is the caller's to remove. Holds the lock."""
         del self._entries[digest]
         out = self._incoming / secrets.token_hex(16)
-        self._folder(digest).rename(out)
+        self._incoming.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # others have removed it
+            self._folder(digest).rename(out)
         return out
 
     def _used(self) -> int:

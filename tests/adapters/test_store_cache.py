@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +115,50 @@ def test_what_is_being_read_is_never_evicted_and_others_wait_for_room(remote: Re
             assert (folder / "weights").exists()
         assert waiting.result(timeout=60) == b"\1" * SIZE
     assert not cache.has_local(digest_of(0))
+
+
+def test_copies_that_others_removed_are_fetched_again(remote: Remote, tmp_path: Path) -> None:
+    cache = open_cache(remote, tmp_path)
+    for number in (0, 1):
+        read(cache, number)
+    for folder in (tmp_path / "cache").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError):
+        read(cache, 0)
+    assert read(cache, 0) == b"\0" * SIZE, "its reader noticed"
+    cache.discard(digest_of(1))
+    assert read(cache, 1) == b"\1" * SIZE
+    for number in (2, 3):
+        read(cache, number)
+    assert cache.nbytes == on_disk(tmp_path) == 3 * SIZE, "and nothing is kept for readers that failed"
+
+
+def test_a_disk_that_is_full_costs_what_was_used_longest_ago(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = open_cache(remote, tmp_path, room=100)
+    fetch = remote.fetch
+
+    def fetch_to_a_small_disk(digest: bytes, folder: Path) -> dict[str, Any]:
+        if on_disk(tmp_path) >= 3 * SIZE:
+            (folder / "weights").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return fetch(digest, folder)
+
+    monkeypatch.setattr(remote, "fetch", fetch_to_a_small_disk)
+    for number in (0, 1, 2, 0, 3):
+        assert read(cache, number) == bytes([number]) * SIZE
+    assert [number for number in range(5) if cache.has_local(digest_of(number))] == [0, 2, 3]
+    assert cache.nbytes == on_disk(tmp_path) == 3 * SIZE
+    assert "the cache's disk is full" in caplog.text
+    with contextlib.ExitStack() as stack:
+        for number in (0, 2, 3):
+            stack.enter_context(cache.reading(digest_of(number)))
+        with pytest.raises(OSError, match="No space left"):
+            read(cache, 4)
+    assert read(cache, 4) == b"\4" * SIZE
+    assert cache.nbytes == on_disk(tmp_path) == 3 * SIZE
 
 
 def test_a_blob_larger_than_the_cache_is_refused_with_the_flag(remote: Remote, tmp_path: Path) -> None:
