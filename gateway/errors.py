@@ -28,7 +28,8 @@ from gateway.redaction import redact
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
-_ANTHROPIC_REQUEST_ID_HEADER = "request-id"
+_REQUEST_ID_HEADER_RAW = REQUEST_ID_HEADER.encode()
+_ANTHROPIC_REQUEST_ID_HEADER = b"request-id"
 
 _TYPE_OF_STATUS = {
     400: "invalid_request_error",
@@ -187,15 +188,12 @@ class ErrorBoundary:
         request_id = f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(request_id=request_id, arrived_at=time.perf_counter())
         started = False
-        added = [(REQUEST_ID_HEADER.encode(), request_id.encode())]
-        if speaks_messages(scope["path"]):
-            added.append((_ANTHROPIC_REQUEST_ID_HEADER.encode(), request_id.encode()))
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] += added
+                message["headers"] += id_headers(scope)
             await send(message)
 
         try:
@@ -204,6 +202,15 @@ class ErrorBoundary:
             error = internal_error(scope)
             if not started:
                 await error_response(error)(scope, receive, send_with_id)
+
+
+def id_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Returns the headers that tell a client the id of its request."""
+    request_id = scope["state"]["request_id"].encode()
+    headers = [(_REQUEST_ID_HEADER_RAW, request_id)]
+    if speaks_messages(scope["path"]):
+        headers.append((_ANTHROPIC_REQUEST_ID_HEADER, request_id))
+    return headers
 
 
 def internal_error(scope: Scope) -> ApiError:

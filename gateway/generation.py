@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -90,7 +91,9 @@ class Generation:
     """The answer to one request as it comes: `await start()`,
     then `await next()` until it returns nothing; `close()`.
 
-    Use it as a context manager: whatever happens, what runs on an engine ends with it.
+    Use it as a context manager: whatever happens, what runs on an engine ends with it. The ledger and the
+    metrics hear of its end in the event loop's next turn, once what is answered has been sent; at once where
+    the next request may need what this one holds.
     """
 
     admission: Admission
@@ -152,6 +155,12 @@ class Generation:
         self.close()
         if error is not None:
             self._outcome = self._outcome_of(error)
+        if self.admission.awaited:
+            self._settle()
+        else:
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def _settle(self) -> None:
         settlement = self.so_far()
         if self._outcome is Outcome.DISCONNECTED:
             tokens = settlement.output_tokens

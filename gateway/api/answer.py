@@ -28,6 +28,7 @@ from gateway.schemas.generation import GenerationFields
 from gateway.services import Services
 from gateway.sse import STOPPING, EventStream
 from gateway.tokenizer import ModelTokenizer
+from gateway.whole_answer import WholeAnswer
 from protos.engine_pb2 import Submit
 
 ENGINE_ERRORS = (404, 500, 504)
@@ -163,7 +164,8 @@ async def _answer_whole(
         return orjson.dumps(form.whole(collected, generation.usage))
 
     are_few = sum(len(piece.tokens) for own in collected for piece in own) <= _FEW_TOKENS
-    return Response(content() if are_few else await asyncio.to_thread(content), media_type="application/json")
+    data = content() if are_few else await asyncio.to_thread(content)
+    return WholeAnswer(data, media_type="application/json")
 
 
 async def _events(generation: Generation, form: AnswerFormat, include_usage: bool) -> AsyncGenerator[bytes]:

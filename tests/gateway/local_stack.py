@@ -22,6 +22,7 @@ from adapters.validation import AdapterSummary
 from gateway.app import create_app
 from gateway.http_protocol import BoundedHttp
 from gateway.keys import Keys
+from gateway.limits import NO_LIMITS, TenantLimits
 from gateway.settings import GatewaySettings
 from gateway.tenants import PrefixSharing, Tenants
 from tests.gateway.fake_engine import FakeEngine
@@ -91,12 +92,17 @@ class LocalStack:
     def wait_ready(self) -> None:
         wait_until(lambda: httpx.get(f"{self.url}/ready").status_code == 200, "the gateway is ready")
 
-    def add_tenant(self, tenant: str, sharing: PrefixSharing = PrefixSharing.PRIVATE) -> str:
+    def add_tenant(
+        self,
+        tenant: str,
+        sharing: PrefixSharing = PrefixSharing.PRIVATE,
+        limits: TenantLimits = NO_LIMITS,
+    ) -> str:
         """Makes a tenant and returns a key of it."""
 
         async def add() -> str:
             async with Redis.from_url(self.redis_url) as redis:
-                await Tenants(redis).create(tenant, tenant_id=tenant, prefix_sharing=sharing)
+                await Tenants(redis).create(tenant, tenant_id=tenant, prefix_sharing=sharing, limits=limits)
                 return (await Keys(redis).create(tenant))[1]
 
         return self.call(add())
