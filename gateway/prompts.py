@@ -27,10 +27,15 @@ _MESSAGE = 50
 
 
 async def chat_prompt(
-    body: Conversation, tokenizer: ModelTokenizer, model: ResolvedModel, templates: TemplateHost
+    body: Conversation,
+    tokenizer: ModelTokenizer,
+    model: ResolvedModel,
+    templates: TemplateHost,
+    *,
+    tenant: str,
 ) -> list[int]:
-    """Returns a conversation's tokens. Raises ApiError 400
-    when the template refuses it, or it is far too long.
+    """Returns a conversation's tokens, for a request of a tenant. Raises ApiError 400 when the template
+    refuses it, or it is far too long.
     """
     messages = [message.for_template() for message in body.messages]
     options = _template_options(body)
@@ -55,7 +60,9 @@ async def chat_prompt(
         if tokenizer.trusted or tokenizer.template_source is None:
             return await _run(rendered, short=short)
         await _run(lambda: prepare_history(messages, form), short=short)
-        text = await templates.render(tokenizer.template_source, tokenizer.named_tokens, messages, options)
+        text = await templates.render(
+            tenant, tokenizer.template_source, tokenizer.named_tokens, messages, options
+        )
     except ChatTemplateError as error:
         raise invalid_request(str(error), param="messages", code="invalid_chat") from error
     return await asyncio.to_thread(tokens_of, text)

@@ -2,6 +2,9 @@
 
 The sandbox keeps a template from Python's internals, but not from every way to spend time and memory: no
 filter of jinja2 knows a bound. A thread cannot be stopped, so such templates run elsewhere.
+
+All tenants share the process, one rendering after the other. So that templates which take almost as long as
+they may keep nobody from it, a tenant has one rendering in line at a time, and rests after one that was long.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.chat_template import ChatTemplateError, Message
@@ -22,6 +26,18 @@ from gateway.template_worker import LENGTH
 _TIMEOUT_S = 5.0
 _REFUSE_S = 60.0
 _MAX_REMEMBERED = 1000
+_QUICK_S = 0.05
+_REST_FACTOR, _MOST_REST_S = 3.0, 10.0
+"""A rendering that is not quick costs its tenant a rest of so many times as long."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The renderings of one tenant, which come one by one."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    open_at: float = 0.0
+    """When the next may begin, by time.monotonic()."""
 
 
 class TemplateHost:
@@ -33,21 +49,22 @@ class TemplateHost:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._refused_until: OrderedDict[str, float] = OrderedDict()
+        self._lines: dict[str, _Line] = {}
 
     async def render(
         self,
+        tenant: str,
         source: str,
         named_tokens: Mapping[str, str],
         messages: Sequence[Message],
         options: Mapping[str, Any],
     ) -> str:
-        """Returns the text of a conversation; `options` are `ChatTemplate.render`'s.
+        """Returns the text of a conversation, for a request of a tenant.
 
-        Raises ChatTemplateError; at once, for a minute after a rendering took too long, so that a template
-        cannot keep all others waiting.
+        `options` are `ChatTemplate.render`'s. Raises ChatTemplateError; at once, for a minute after a
+        rendering took too long.
         """
-        if time.monotonic() < self._refused_until.get(source, 0.0):
-            raise ChatTemplateError("The adapter's chat template took too long a moment ago.")
+        self._check(source)
         question = {
             "source": source,
             "named_tokens": dict(named_tokens),
@@ -58,8 +75,12 @@ class TemplateHost:
             data = await asyncio.to_thread(lambda: json.dumps(question).encode())
         except RecursionError:
             raise ChatTemplateError("What the chat template is to show is nested too deeply.") from None
-        async with self._lock:
-            answer = await self._ask(source, LENGTH.pack(len(data)) + data)
+        line = self._line_of(tenant)
+        async with line.lock:
+            await asyncio.sleep(line.open_at - time.monotonic())
+            async with self._lock:
+                self._check(source)
+                answer = await self._timed(line, source, LENGTH.pack(len(data)) + data)
         if "fault" in answer:
             raise ChatTemplateError(answer["fault"])
         return answer["text"]
@@ -68,6 +89,30 @@ class TemplateHost:
         """Ends the process."""
         if self._process is not None:
             await self._kill(self._process)
+
+    def _check(self, source: str) -> None:
+        if time.monotonic() < self._refused_until.get(source, 0.0):
+            raise ChatTemplateError("The adapter's chat template took too long a moment ago.")
+
+    def _line_of(self, tenant: str) -> _Line:
+        if len(self._lines) >= _MAX_REMEMBERED:
+            now = time.monotonic()
+            self._lines = {
+                name: line for name, line in self._lines.items() if line.lock.locked() or now < line.open_at
+            }
+        return self._lines.setdefault(tenant, _Line())
+
+    async def _timed(self, line: _Line, source: str, question: bytes) -> dict[str, Any]:
+        """Asks, and lets the tenant pay for the time that it took; not for the start of the process."""
+        begins = self._process is None or self._process.returncode is not None
+        began, answer = time.monotonic(), None
+        try:
+            answer = await self._ask(source, question)
+            return answer
+        finally:
+            now = time.monotonic()
+            took_s = 0.0 if begins and answer is not None else now - began - _QUICK_S
+            line.open_at = now + min(max(0.0, _REST_FACTOR * took_s), _MOST_REST_S)
 
     async def _ask(self, source: str, question: bytes) -> dict[str, Any]:
         process = await self._running()

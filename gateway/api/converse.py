@@ -56,7 +56,7 @@ async def converse(
     if use is not None and whole_arguments:
         use = replace(use, whole_arguments=True)
     plan = await plan_tools(use, body, tokenizer)
-    prompt = await chat_prompt(body, tokenizer, model, services.templates)
+    prompt = await chat_prompt(body, tokenizer, model, services.templates, tenant=caller.tenant_id)
     reasoning = reasoning_of(tokenizer, prompt, body.continued_text)
     submits = build_submits(
         body,

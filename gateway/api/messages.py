@@ -78,7 +78,8 @@ async def count_message_tokens(request: Request, caller: Caller) -> dict[str, An
     model = await services.models.resolve(body.model, caller)
     tokenizer = await services.own_tokenizers.of(model)
     conversation = await _run(request, lambda: conversation_of(body, tokenizer))
-    return {"input_tokens": len(await chat_prompt(conversation, tokenizer, model, services.templates))}
+    prompt = await chat_prompt(conversation, tokenizer, model, services.templates, tenant=caller.tenant_id)
+    return {"input_tokens": len(prompt)}
 
 
 async def _run(request: Request, work: Callable[[], Result]) -> Result:

@@ -32,7 +32,9 @@ async def tokenize(request: Request, caller: Caller) -> dict[str, Any]:
     tokenizer = await services.own_tokenizers.of(model)
     conversation = body.conversation
     if conversation is not None:
-        tokens = await chat_prompt(conversation, tokenizer, model, services.templates)
+        tokens = await chat_prompt(
+            conversation, tokenizer, model, services.templates, tenant=caller.tenant_id
+        )
     else:
         with_special = body.add_special_tokens is not False
         tokens = await text_tokens(body.prompt or "", tokenizer, model, add_special_tokens=with_special)
