@@ -44,7 +44,7 @@ from benchmarks.gpu_cold_load import RESERVED, write_cold_adapter
 from benchmarks.gpu_throughput import MAX_NUM_SEQS, NUM_BLOCKS, Bench
 from benchmarks.random_adapters import draw
 from engine.__main__ import SWITCH_INTERVAL_S
-from engine.adapter_readers import reader_of
+from engine.adapter_readers import NUM_READERS, Readers, reader_of
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
@@ -183,7 +183,9 @@ class Engine:
         self._bench, self._size, self._digests = bench, adapters.size, adapters.digests
         self._news = threading.Event()
         self._tiers = AdapterTiers(
-            reader_of(adapters.store(), bench.model.network),
+            reader_of(bench.model.network),
+            fetch=adapters.store().reading,
+            place=Readers(NUM_READERS).place,
             num_pages=NUM_PAGES,
             host_bytes=self._size.host_bytes,
             wake=self._news.set,

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from adapters.blob_store import BlobReader
 from engine.model.adapter_reading import read_adapter, read_as_stored
 from engine.model.adapter_weights import HostAdapter
 from engine.model.llama import LlamaModel
@@ -53,16 +53,14 @@ class Readers:
                 self._changed.notify()
 
 
-def reader_of(store: BlobReader, network: LlamaModel) -> Callable[[bytes], HostAdapter]:
-    """How `AdapterTiers` reads an adapter: from the store, for the network's device, few at once."""
-    readers = Readers(NUM_READERS)
+def reader_of(network: LlamaModel) -> Callable[[Path], HostAdapter]:
+    """How `AdapterTiers` reads the files of an adapter for the network's device."""
 
-    def read(digest: bytes) -> HostAdapter:
+    def read(folder: Path) -> HostAdapter:
         try:
-            with store.reading(digest) as folder, readers.place():
-                if network.device.type == "cuda":
-                    return read_adapter(folder, network, pin=True)
-                return read_as_stored(folder, network)
+            if network.device.type == "cuda":
+                return read_adapter(folder, network, pin=True)
+            return read_as_stored(folder, network)
         finally:
             release_threads()
 

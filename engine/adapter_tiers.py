@@ -13,7 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from engine.adapter_counters import AdapterCounters
 from engine.eviction import GreedyDual, reload_cost
@@ -29,9 +31,14 @@ MAX_LOADS = 6
 from a slow store keeps nobody from a place. Few, so that whoever is asked for next, in the order of
 fairness, does not stand behind all the adapters that somebody else has named at once."""
 
+MAX_AHEAD = MAX_LOADS // 2
+"""Of these, those that are begun ahead of the loop, or for no request: the others are kept for requests."""
+MAX_HANGING = NUM_LOAD_THREADS - MAX_LOADS
+"""Reads that hang do not count in `MAX_AHEAD`, unless so few threads are left as one tenant may need."""
+
 READ_SECONDS = 60.0
 """After so long, those who wait for a read of the local disk are told that it hangs. What a remote store
-takes is for that store to bound."""
+takes is for that store to bound, and the wait for a place does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,10 @@ class AdapterTiers:
     pinned ones go last. All methods but `begin` belong to the loop's thread; the reads run elsewhere.
 
     Args:
-        read: reads and packs one adapter; called in a thread of the pool. What it raises becomes the
-            reason of a `LoadFailed`.
+        read: reads and packs one adapter, given what `fetch` has; called in a thread of the pool. What these
+            raise becomes the reason of a `LoadFailed`.
+        fetch: brings an adapter to the local disk, and keeps it there while it is read.
+        place: for the time of a read; entering it may wait for others.
         is_local: whether `read` would find it on the local disk; called there too.
         discard: drops a cached copy from the local disk, if there is one; called there too.
         num_pages, ends_bytes: the device's room; an adapter that needs more can never be used, and fails.
@@ -70,8 +79,10 @@ class AdapterTiers:
 
     def __init__(
         self,
-        read: Callable[[bytes], HostCopy],
+        read: Callable[[Any], HostCopy],
         *,
+        fetch: Callable[[bytes], AbstractContextManager[Any]] = nullcontext,
+        place: Callable[[], AbstractContextManager[None]] = nullcontext,
         num_pages: int,
         host_bytes: int,
         ends_bytes: int = 0,
@@ -81,6 +92,8 @@ class AdapterTiers:
     ) -> None:
         self.counters = AdapterCounters()
         self._read = read
+        self._fetch = fetch
+        self._place = place
         self._is_local = is_local
         self._discard_local = discard
         self._num_pages = num_pages
@@ -121,6 +134,23 @@ class AdapterTiers:
         """Whether a load of this adapter is under way or queued."""
         return digest in self._loading or digest in self._begun
 
+    def lets_ahead(self, num_waiting: Callable[[bytes], int]) -> bool:
+        """Whether one more load may begin that nobody waits for."""
+        ahead = [digest for digest in self._loading if not num_waiting(digest)]
+        return self._has_room(ahead, MAX_AHEAD)
+
+    def hanging(self, digest: bytes) -> LoadFailed | None:
+        """What has been told of a load whose read hangs; None where none is known to."""
+        return _hangs(digest) if digest in self._told else None
+
+    @property
+    def next_look(self) -> float | None:
+        """When `poll` may have to tell of a read that hangs, by the monotonic clock."""
+        since = [begun for digest, begun in self._reading.copy().items() if digest not in self._told]
+        if len(since) < len(self._loading.keys() - self._told):
+            since.append(time.monotonic())  # some may begin to be read at any time
+        return min(since) + READ_SECONDS if since else None
+
     def has(self, digest: bytes) -> bool:
         """Whether the adapter is in host memory. Unlike `want`, no use of it."""
         return digest in self._copies
@@ -132,7 +162,7 @@ class AdapterTiers:
     # ---- what changes it ----------------------------------------------------------------------------
 
     def begin(self, digest: bytes) -> None:
-        """Begins a load at once, from whatever thread, if fewer than half of `MAX_LOADS` are under way.
+        """Begins a load at once, from whatever thread, if fewer than `MAX_AHEAD` are under way.
 
         So it need not wait for the step that the loop is busy with. The loop learns of it with the next
         `want` or `poll`; it is a load like all others from then on.
@@ -140,7 +170,7 @@ class AdapterTiers:
         with self._lock:
             under_way = self._loading.keys() | self._begun.keys()
             is_known = digest in self._copies or digest in under_way or digest in self._forgetting
-            if not is_known and len(under_way) < MAX_LOADS // 2:
+            if not is_known and self._has_room(under_way, MAX_AHEAD):
                 self._begun[digest] = self._pool.submit(self._load, digest)
 
     def want(self, digest: bytes, tenant: str = "") -> HostCopy | None:
@@ -161,6 +191,10 @@ class AdapterTiers:
             if digest in self._loading and not self._tenants.get(digest):
                 self._tenants[digest] = tenant
         return None
+
+    def _has_room(self, loads: Collection[bytes], most: int) -> bool:
+        """Whether of these loads fewer than so many are under way in earnest, and do not hang."""
+        return sum(digest not in self._told for digest in loads) < most and len(loads) < MAX_HANGING
 
     def _has_share(self, tenant: str) -> bool:
         """Whether one more load may begin for a tenant."""
@@ -204,8 +238,12 @@ class AdapterTiers:
                 self._tenants.pop(outcome.digest, None)
                 if isinstance(outcome, Loaded):
                     self._copies[outcome.digest] = outcome.copy
+            was_told = outcome.digest in self._told
             self._told.discard(outcome.digest)
-            self._note(outcome, num_waiting)
+            if isinstance(outcome, Loaded):
+                self._note(outcome, num_waiting)
+            elif not was_told:
+                self.counters.loads_failed += 1
             ended.append(outcome)
         return ended + self._hanging(num_waiting)
 
@@ -222,13 +260,10 @@ class AdapterTiers:
                 self._told.add(digest)
                 self.counters.loads_failed += 1
                 logger.warning("the read of adapter %s hangs", digest.hex()[:12])
-            failures.append(LoadFailed(digest, f"its files could not be read in {READ_SECONDS:.0f} seconds"))
+            failures.append(_hangs(digest))
         return failures
 
-    def _note(self, outcome: Loaded | LoadFailed, num_waiting: Callable[[bytes], int]) -> None:
-        if isinstance(outcome, LoadFailed):
-            self.counters.loads_failed += 1
-            return
+    def _note(self, outcome: Loaded, num_waiting: Callable[[bytes], int]) -> None:
         self.counters.note_loaded(outcome.digest, was_local=outcome.was_local, seconds=outcome.seconds)
         self._copied_bytes += outcome.copy.nbytes
         self._order.use(outcome.digest)
@@ -280,7 +315,11 @@ class AdapterTiers:
             was_local = self._is_local(digest)
             if not was_local:
                 del self._reading[digest]
-            copy = self._read(digest)
+            with self._fetch(digest) as source:
+                self._reading.pop(digest, None)
+                with self._place():
+                    self._reading[digest] = time.monotonic()
+                    copy = self._read(source)
             fault = self._fault(copy)
             if fault:
                 outcome = LoadFailed(digest, fault)
@@ -339,3 +378,7 @@ class AdapterTiers:
 
     def _read_cost(self, digest: bytes) -> float:
         return reload_cost(self._copies[digest].num_pages, in_host=False)
+
+
+def _hangs(digest: bytes) -> LoadFailed:
+    return LoadFailed(digest, f"its files could not be read in {READ_SECONDS:.0f} seconds")

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from adapters.blob_store import BlobReader, open_reader
-from engine.adapter_readers import reader_of
+from engine.adapter_readers import NUM_READERS, Readers, reader_of
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BLOCK_SIZE, BlockPool
 from engine.constraints import Grammars, make_grammars
@@ -77,7 +77,9 @@ def assemble(settings: EngineSettings) -> Core:
 
     news = threading.Event()
     tiers = AdapterTiers(
-        reader_of(store, model.network),
+        reader_of(model.network),
+        fetch=store.reading,
+        place=Readers(NUM_READERS).place,
         is_local=store.has_local,
         discard=store.discard,
         num_pages=memory.num_rank_pages,

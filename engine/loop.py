@@ -263,8 +263,9 @@ class EngineLoop:
             self._scheduler.update(plan, result)
 
     def _wait(self) -> None:
-        """Sleeps until there is news, or a deadline passes."""
-        deadline = self._scheduler.next_deadline
+        """Sleeps until there is news, or a deadline passes: a request's, or that of a load that may hang."""
+        deadlines = (self._scheduler.next_deadline, self._gate.next_look)
+        deadline = min((at for at in deadlines if at is not None), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         if self._scheduler.num_waiting and not self._scheduler.is_loading:
             timeout = 0.0  # a preemption has just made room: the next turn admits

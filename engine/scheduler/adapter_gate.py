@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
-from engine.adapter_tiers import MAX_LOADS, AdapterTiers, LoadFailed
+from engine.adapter_tiers import AdapterTiers, LoadFailed
 from engine.host_copy import HostCopy
 from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
@@ -95,6 +95,11 @@ class AdapterGate:
     def is_loading(self) -> bool:
         """Whether a load is under way; its end may let a sequence start."""
         return self._tiers.is_loading
+
+    @property
+    def next_look(self) -> float | None:
+        """When `begin_step` may have news of a load that hangs, by the monotonic clock."""
+        return self._tiers.next_look
 
     @property
     def claim(self) -> tuple[bytes, frozenset[bytes]] | None:
@@ -356,7 +361,10 @@ class AdapterGate:
     def _bring_ahead(self, num_waiting: Callable[[bytes], int]) -> None:
         """Answers prefetches, and goes on with them and what is pinned or expected; see `_may_load`."""
         for digest in self._ahead.prefetched():
-            if self._may_load(digest, num_waiting) and self._bring(digest):
+            hanging = self._tiers.hanging(digest)
+            if hanging is not None:
+                self._ahead.answer(digest, hanging.reason)
+            elif self._may_load(digest, num_waiting) and self._bring(digest):
                 self._ahead.answer(digest, "")
         for digest in self._ahead.to_pin(self._pages.pinned()):
             resident = self._pages.resident(digest)
@@ -373,10 +381,9 @@ class AdapterGate:
             self._tiers.pin(self._ahead.pinned - self._pages.pinned())
 
     def _may_load(self, digest: bytes, num_waiting: Callable[[bytes], int]) -> bool:
-        """Whether an adapter that nobody waits for may be read: half of the loads are kept for others."""
-        if self._tiers.has(digest) or self._tiers.is_loading_one(digest):
-            return True
-        return sum(not num_waiting(other) for other in self._tiers.loading()) < MAX_LOADS // 2
+        """Whether an adapter that nobody waits for may be read, if it has to be."""
+        is_known = self._tiers.has(digest) or self._tiers.is_loading_one(digest)
+        return is_known or self._tiers.lets_ahead(num_waiting)
 
     def _drop_loads_nobody_wants(self, num_waiting: Callable[[bytes], int]) -> None:
         for digest in self._tiers.loading():

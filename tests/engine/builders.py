@@ -483,6 +483,7 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     wake: Callable[[], None] = lambda: None,
     depth: int = 0,
+    placements_per_step: int = 1,
 ) -> Engine:
     """A scheduler over a fake runner and a fake store; small, so that everything runs short."""
     store = FakeStore()
@@ -498,7 +499,14 @@ def make_engine(
         wake=wake,
     )
     pages = RankPages(num_pages, ends_bytes=ends_bytes, in_host=tiers.has)
-    gate = AdapterGate(pages, tiers, runner.write_adapter, runner.drop_adapter, clock=clock)
+    gate = AdapterGate(
+        pages,
+        tiers,
+        runner.write_adapter,
+        runner.drop_adapter,
+        placements_per_step=placements_per_step,
+        clock=clock,
+    )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_num_waiting)
     scheduler = Scheduler(limits, pool, gate, clock=clock)
     return Engine(scheduler, runner, store, tiers, pages, pool, gate, depth)

@@ -5,12 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from builders import FakeAdapter, FakeStore, digest_of
 
 from engine import adapter_counters, adapter_tiers
-from engine.adapter_tiers import MAX_LOADS, NUM_LOAD_THREADS, AdapterTiers, Loaded, LoadFailed
+from engine.adapter_tiers import (
+    MAX_AHEAD,
+    MAX_HANGING,
+    MAX_LOADS,
+    NUM_LOAD_THREADS,
+    AdapterTiers,
+    Loaded,
+    LoadFailed,
+)
 
 
 @pytest.fixture
@@ -22,7 +32,9 @@ def store() -> FakeStore:
 def make_tiers(store: FakeStore) -> Iterator[Callable[..., AdapterTiers]]:
     made: list[AdapterTiers] = []
 
-    def make(host_bytes: int = 1000, num_pages: int = 4, read: Callable | None = None) -> AdapterTiers:
+    def make(
+        host_bytes: int = 1000, num_pages: int = 4, read: Callable | None = None, **options: Any
+    ) -> AdapterTiers:
         made.append(
             AdapterTiers(
                 read or store.read,
@@ -30,6 +42,7 @@ def make_tiers(store: FakeStore) -> Iterator[Callable[..., AdapterTiers]]:
                 discard=store.discard,
                 num_pages=num_pages,
                 host_bytes=host_bytes,
+                **options,
             )
         )
         return made[-1]
@@ -188,18 +201,132 @@ def test_a_store_that_is_far_away_may_take_as_long_as_it_takes(
     monkeypatch.setattr(adapter_tiers, "READ_SECONDS", 0.0)
     begun, release = threading.Event(), threading.Event()
 
-    def read(digest: bytes) -> FakeAdapter:
+    @contextmanager
+    def fetch(digest: bytes) -> Iterator[bytes]:
         begun.set()
         release.wait(60)
-        return store.read(digest)
+        yield digest
 
-    tiers = make_tiers(read=read)
+    tiers = make_tiers(fetch=fetch)
     digest = store.add("a")
     tiers.want(digest)
     assert begun.wait(60)
     assert tiers.poll(lambda _: 1) == []
+    monkeypatch.undo()
     release.set()
     assert isinstance(poll_until(tiers, 1)[0], Loaded)
+
+
+def test_to_wait_for_a_place_is_no_read_that_hangs(
+    store: FakeStore, make_tiers: Callable[..., AdapterTiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_tiers, "READ_SECONDS", 0.0)
+    waits, has_place, reads, release = (threading.Event() for _ in range(4))
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        waits.set()
+        has_place.wait(60)
+        yield
+
+    def read(digest: bytes) -> FakeAdapter:
+        reads.set()
+        release.wait(60)
+        return store.read(digest)
+
+    tiers = make_tiers(read=read, place=place)
+    digest = store.add("a")
+    store.local.add(digest)
+    tiers.want(digest)
+    assert waits.wait(60)
+    assert tiers.poll(lambda _: 1) == []
+    has_place.set()
+    assert reads.wait(60)
+    assert [outcome.digest for outcome in tiers.poll(lambda _: 1)] == [digest], "now it is read, and hangs"
+    release.set()
+
+
+class Hanging:
+    """Tiers over a local disk on which reads of adapters h0, h1, ... hang until they `end`."""
+
+    def __init__(self, store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:
+        self._store = store
+        self._slow = [store.add(f"h{number}") for number in range(NUM_LOAD_THREADS)]
+        store.local.update(self._slow)
+        self._released, self._ends_well = threading.Event(), True
+        self.tiers = make_tiers(host_bytes=10_000, read=self._read)
+
+    def _read(self, digest: bytes) -> FakeAdapter:
+        if digest in self._slow:
+            self._released.wait(60)
+            if not self._ends_well:
+                raise OSError(5, "Input/output error")
+        return self._store.read(digest)
+
+    def tell(self, count: int) -> list[Loaded | LoadFailed]:
+        """As if the time had passed after which so many of them are told."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter_tiers, "READ_SECONDS", 0.0)
+            return poll_until(self.tiers, count)
+
+    def end(self, *, well: bool = True) -> None:
+        self._ends_well = well
+        self._released.set()
+
+
+@pytest.fixture
+def hanging(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> Iterator[Hanging]:
+    hanging = Hanging(store, make_tiers)
+    yield hanging
+    hanging.end()
+
+
+def test_reads_that_hang_keep_nobody_from_beginning_ahead_while_threads_are_left(
+    store: FakeStore, hanging: Hanging
+) -> None:
+    tiers = hanging.tiers
+
+    def lets_ahead() -> bool:
+        return tiers.lets_ahead(lambda digest: 0)
+
+    for number in range(MAX_AHEAD):
+        tiers.begin(digest_of(f"h{number}"))
+    assert tiers.poll() == [] and not lets_ahead(), "they may still end at once"
+    hanging.tell(MAX_AHEAD)
+    for number in range(MAX_AHEAD, MAX_HANGING):
+        assert lets_ahead()
+        tiers.begin(digest_of(f"h{number}"))
+        hanging.tell(1)
+    assert not lets_ahead(), "the threads that are left are for requests"
+    late = store.add("late")
+    tiers.begin(late)
+    assert not tiers.is_loading_one(late)
+    tiers.want(late, "somebody")
+    assert isinstance(poll_until(tiers, 1)[0], Loaded)
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_a_read_that_hangs_has_failed_once_however_it_ends(hanging: Hanging, well: bool) -> None:
+    tiers, digest = hanging.tiers, digest_of("h0")
+    tiers.want(digest)
+    assert tiers.hanging(digest) is None
+    assert [outcome.digest for outcome in hanging.tell(1)] == [digest]
+    assert tiers.hanging(digest) is not None
+    hanging.end(well=well)
+    (ended,) = poll_until(tiers, 1)
+    assert isinstance(ended, Loaded if well else LoadFailed)
+    assert tiers.counters.loads_failed == 1 and tiers.hanging(digest) is None
+
+
+def test_it_is_known_when_a_read_may_hang(hanging: Hanging) -> None:
+    tiers = hanging.tiers
+    assert tiers.next_look is None
+    before = time.monotonic()
+    tiers.want(digest_of("h0"))
+    assert tiers.next_look is not None
+    assert before <= tiers.next_look - adapter_tiers.READ_SECONDS <= time.monotonic()
+    hanging.tell(1)
+    assert tiers.next_look is None, "there is nothing more to tell"
 
 
 def test_only_so_many_loads_are_under_way(store: FakeStore, make_tiers: Callable[..., AdapterTiers]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 import pytest
 from builders import Engine, FakeAdapter, PendingResult, digest_of, expected_output, make_engine, make_request
 
+from engine import adapter_tiers
 from engine.loop import MAX_FAILED_STEPS, EngineLoop
 from engine.outputs import LinkOutput
 from engine.step import StepPlan
@@ -95,6 +96,26 @@ def test_a_deadline_passes_in_an_idle_loop(running: Running) -> None:
     running.loop.submit(make_request(adapter="stuck", deadline=time.monotonic() + 0.05))
     running.wait_for(lambda: bool(running.finished()))
     assert running.finished()["link", 1, 0][0] == "DEADLINE"
+    released.set()
+
+
+def test_a_read_that_hangs_is_told_by_an_idle_loop(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whoever waits for it, and to whoever asks afterwards."""
+    released = threading.Event()
+
+    def stuck_read(digest: bytes) -> FakeAdapter:
+        released.wait(60)
+        return FakeAdapter(digest)
+
+    running.engine.tiers._read = stuck_read
+    running.engine.store.local.add(digest_of("stuck"))
+    monkeypatch.setattr(adapter_tiers, "READ_SECONDS", 0.1)
+    running.loop.submit(make_request(adapter="stuck"))
+    running.wait_for(lambda: bool(running.finished()))
+    reason, error = running.finished()["link", 1, 0]
+    assert reason == "ERROR" and "could not be read in" in error
+    for _ in range(2):
+        assert "could not be read in" in running.loop.prefetch(digest_of("stuck")).result(60)
     released.set()
 
 
