@@ -4,17 +4,19 @@ A byte-level tokenizer cuts a text into words before it looks at any, and a word
 what is around it. The tokenizers library keeps spellings and offsets beside the tokens, in some ten small
 pieces of memory for each word; a regular expression and a dictionary take a third of the time.
 
-The dictionary is the vocabulary's own common words, and learns nothing from texts: how long one takes must
-not tell what others have sent. What is not plainly the same here is left to the library: characters beyond
-ASCII, of which versions of Unicode know more or fewer, and ways to cut a text that are not known here.
+The dictionary is the vocabulary's own common words, with what the model's template puts around messages, and
+learns nothing from texts: how long one takes must not tell what others have sent. What is not plainly the
+same here is left to the library: characters beyond ASCII, of which versions of Unicode know more or fewer,
+and ways to cut a text that are not known here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 from tokenizers.models import Model
@@ -55,6 +57,8 @@ class KnownWords:
         added = tokenizer.get_added_tokens_decoder()
         self.known = {**common, **{each.content: token for token, each in added.items()}}
         """Tokens of the words, and of what was added to the vocabulary. Never changed."""
+        self.kept: dict[str, Sequence[int]] = {}
+        """Tokens of whole parts of texts; see `keep`."""
 
     @classmethod
     def of(
@@ -70,7 +74,7 @@ class KnownWords:
         for step in _steps(_state(tokenizer.pre_tokenizer)):
             match step:
                 case {"type": "Digits", "individual_digits": True} if pattern is None:
-                    separators["[0-9]"] = "0-9"
+                    separators += string.digits
                 case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"} if (
                     pattern is None and not step["invert"]
                 ):
@@ -85,6 +89,7 @@ class KnownWords:
         if words is None:
             return None
         known = cls(tokenizer, _any_of(separators), words, common, letters)
+        known.keep(separators)
         return (
             known
             if known.encode(_SAMPLE) == tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
@@ -97,22 +102,38 @@ class KnownWords:
         """
         if len(text) > _LONGEST_TEXT or not text.isascii():
             return None
-        pieces: list[str] = []
-        for number, part in enumerate(self._between.split(text)):
-            if number % 2:
-                pieces.append(part)
-            elif part:
-                words = self._words.findall(part)
-                if sum(map(len, words)) != len(part):
-                    return None
-                pieces += words
         tokens: list[int] = []
-        for piece, token in zip(pieces, map(self.known.get, pieces), strict=True):
-            if token is None:
-                tokens += _tokens_of(piece, self._model, self._letters)
-            else:
-                tokens.append(token)
+        for number, part in enumerate(self._between.split(text)):
+            found = self.kept.get(part)
+            if found is None:
+                words = [part] if number % 2 else self._words.findall(part)
+                if len("".join(words)) != len(part):
+                    return None
+                found = self._tokens(words)
+            tokens += found
         return tokens
+
+    def keep(self, parts: Iterable[str]) -> None:
+        """Keeps the tokens of added tokens and what may be between. It must not be what clients have sent."""
+        for part in parts:
+            tokens = self.encode(part)
+            if tokens is not None:
+                self.kept[part] = tokens
+
+    def parts(self, text: str) -> list[str]:
+        """Returns what is between the added tokens of a text."""
+        return self._between.split(text)[::2]
+
+    def _tokens(self, words: Sequence[str]) -> list[int]:
+        known = list(map(self.known.get, words))
+        tokens: list[int] = []
+        begin = 0
+        for _ in range(known.count(None)):  # few
+            at = known.index(None, begin)
+            tokens += cast(list[int], known[begin:at])
+            tokens += _tokens_of(words[at], self._model, self._letters)
+            begin = at + 1
+        return tokens + cast(list[int], known[begin:])
 
 
 def common_words(tokenizer: Tokenizer, texts: Sequence[bytes], letters: Mapping[int, str]) -> dict[str, int]:
@@ -136,22 +157,17 @@ def _tokens_of(word: str, model: Model, letters: Mapping[int, str]) -> list[int]
     return [token.id for token in model.tokenize(word.translate(letters))]
 
 
-def _separators(tokenizer: Tokenizer) -> dict[str, str] | None:
-    """Returns patterns of the added tokens, the longest first, with the characters that each may begin with;
-    None where some take more of a text than what they are.
-    """
+def _separators(tokenizer: Tokenizer) -> list[str] | None:
+    """Returns the added tokens, the longest first; None where some take more of a text than what they are."""
     added = tokenizer.get_added_tokens_decoder().values()
     if any(each.normalized or each.lstrip or each.rstrip or each.single_word for each in added):
         return None
-    texts = sorted((each.content for each in added), key=len, reverse=True)
-    return {re.escape(text): re.escape(text[0]) for text in texts if text}
+    return sorted((each.content for each in added if each.content), key=len, reverse=True)
 
 
-def _any_of(separators: Mapping[str, str]) -> re.Pattern[str]:
-    """Returns what finds them, in a group. Few places begin like one: only there are all of them tried."""
-    if not separators:
-        return re.compile("((?!))")
-    return re.compile(f"((?=[{''.join(dict.fromkeys(separators.values()))}])(?:{'|'.join(separators)}))")
+def _any_of(separators: Sequence[str]) -> re.Pattern[str]:
+    """Returns what finds them, in a group. Of plain texts, `re` looks for their first characters only."""
+    return re.compile(f"({'|'.join(map(re.escape, separators)) or '(?!)'})")
 
 
 def _leaves_ascii(tokenizer: Tokenizer) -> bool:

@@ -32,6 +32,8 @@ _FAST = 1
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens that transformers hands to a chat template."""
 
+_PROBE = "whatever is said"
+
 
 class ModelTokenizer:
     """One model's tokenizer and chat template. Its methods may be called from several threads at once."""
@@ -215,6 +217,18 @@ class ModelTokenizer:
                 _ = self.chat_template
             except ChatTemplateError as error:
                 logger.warning("%s; chat requests will be refused", error)
+            else:
+                self._keep_template()
+
+    def _keep_template(self) -> None:
+        """Has the tokens kept of what the template puts around messages."""
+        if self._words is None:
+            return
+        try:
+            text = self.chat_template.render([{"role": "user", "content": _PROBE}])
+        except ChatTemplateError:
+            return  # it wants another beginning
+        self._words.keep(part for part in self._words.parts(text) if _PROBE not in part)
 
 
 class Tokenizers:

@@ -98,10 +98,22 @@ def test_what_is_not_plainly_the_same_is_left_to_the_tokenizer() -> None:
 def test_nothing_is_learnt_from_texts() -> None:
     known = known_of(WAYS["Llama 3"])
     assert known is not None
-    before = dict(known.known)
+    before, kept = dict(known.known), dict(known.kept)
     for text in (SAMPLE, "these words were not known", "xqzv " * 50):
         assert known.encode(text) == WAYS["Llama 3"].encode(text).ids
-    assert known.known == before and len(before) > 100
+    assert known.known == before and len(before) > 100 and known.kept == kept
+
+
+def test_what_a_template_puts_around_messages_is_kept() -> None:
+    tokenizer = tokenizer_of(PLAIN)
+    template = "{% for each in messages %}the cat's {{ each.content }}<|im_end|>{% endfor %}the hat, xqzv"
+    files = {"tokenizer.json": tokenizer.to_str().encode(), "chat_template.jinja": template.encode()}
+    made = ModelTokenizer.from_files(files)
+    made.warm_up()
+    assert made._words is not None and list(made._words.kept) == ["<|im_end|>", "the hat, xqzv"]
+    for text in ("the hat, xqzv", "of the hat, xqzv", "1<|im_end|>the hat, xqzv<|im_end|>", SAMPLE):
+        assert made._words.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert list(made._words.kept) == ["<|im_end|>", "the hat, xqzv"]
 
 
 def test_a_word_to_which_no_merges_lead_is_not_known_as_its_token() -> None:
