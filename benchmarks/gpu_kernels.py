@@ -116,10 +116,8 @@ class BaseProducts:
         for weights, pools in zip(self.layers, case.pools, strict=True):
             for group, weight in weights.items():
                 x, multiply = case.x[group], partial(self._multiply, product, weight)
-                if group == "gate_up":
-                    silu_mul_add_lora(multiply, x, pools[group], plan)
-                else:
-                    lora.add_lora(multiply, x, pools[group], plan, weight if product is ours else None)
+                add = silu_mul_add_lora if group == "gate_up" else lora.add_lora
+                add(multiply, x, pools[group], plan, weight if product is ours else None)
         product(case.x["o"], self.head)
 
 

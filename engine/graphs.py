@@ -58,6 +58,7 @@ class StepGraphs:
 
     Args:
         forward: what is captured. The caches and pools that it works on must never move.
+        rehearse: needs every kernel that ``forward`` needs.
         page_widths: ascending; rank pages of the widest adapter in a step, for each of which there are
             graphs. A step with a wider one does not run here.
     """
@@ -65,6 +66,7 @@ class StepGraphs:
     def __init__(
         self,
         forward: Forward,
+        rehearse: Forward,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -81,8 +83,10 @@ class StepGraphs:
         }
         families: list[_Family] = []
         if mixed:
-            families.append(_Family(forward, MixedInputs(max_tokens=mixed[-1], **common), mixed, device))
-        families.append(_Family(forward, DecodeInputs(**common), captured_sizes(max_num_seqs), device))
+            inputs = MixedInputs(max_tokens=mixed[-1], **common)
+            families.append(_Family(forward, rehearse, inputs, mixed, device))
+        sizes = captured_sizes(max_num_seqs)
+        families.append(_Family(forward, rehearse, DecodeInputs(**common), sizes, device))
         self._families = families  # those with the largest steps first
         self._widths = (0, *page_widths)
         self._device = device
@@ -100,10 +104,8 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all of them. Takes device memory, for as long as this object lives."""
-        began, free, pool = time.monotonic(), self._free_bytes(), torch.cuda.graph_pool_handle()
-        # The largest first: the others' activations then fit into the memory that it has taken.
-        for family in self._families:
-            family.capture(family.sizes, self._widths, pool)
+        began, free = time.monotonic(), self._free_bytes()
+        self.rehearse()
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         _log.info(
             "captured %d CUDA graphs in %.1f s; they take %.2f GiB",
@@ -111,6 +113,15 @@ class StepGraphs:
             time.monotonic() - began,
             taken / (1 << 30),
         )
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """`capture`, for the sake of the kernels that it needs."""
+        pool = torch.cuda.graph_pool_handle()
+        # The largest first: the others' activations then fit into the memory that it has taken.
+        for family in self._families:
+            family.capture(family.sizes, self._widths, pool)
+            family.replay()
 
     @torch.inference_mode()
     def estimate(self) -> int:
@@ -142,11 +153,19 @@ class StepGraphs:
 class _Family:
     """The graphs of steps of one kind, by size and page width, over one set of buffers."""
 
-    def __init__(self, forward: Forward, inputs: _Inputs, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        rehearse: Forward,
+        inputs: _Inputs,
+        sizes: Sequence[int],
+        device: torch.device,
+    ) -> None:
         self.inputs = inputs
         self.sizes = sizes
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._forward = forward
+        self._rehearse = rehearse
         self._device = device
 
     def run(self, rows: Sequence[StepRow], drawn: DrawnTokens | None) -> torch.Tensor:
@@ -156,12 +175,17 @@ class _Family:
         graph.replay()
         return hidden[: sum(row.sampling is not None for row in rows)]
 
+    def replay(self) -> None:
+        """Run all graphs: to run one for the first time may hold the host up for milliseconds."""
+        for graph, _ in self.graphs.values():
+            graph.replay()
+
     def capture(self, sizes: Sequence[int], page_widths: Sequence[int], pool: Any) -> None:
         """Capture a graph for each of ``sizes``, the largest first, and each page width."""
         for size in reversed(sizes):
             for width in page_widths:
-                # Once before, so that nothing is compiled, loaded or looked up under capture.
-                self._forward(self.inputs.batch(size, page_width=width))
+                # So that nothing is compiled, loaded or looked up under capture.
+                self._rehearse(self.inputs.batch(size, page_width=width))
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):

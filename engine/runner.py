@@ -91,6 +91,10 @@ class Runner:
         self._graphs = self._make_graphs(max_num_seqs, max_num_batched_tokens)
         self._graphs.capture()
 
+    def rehearse_graphs(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Need every kernel that `capture_graphs` needs, and keep nothing."""
+        self._make_graphs(max_num_seqs, max_num_batched_tokens).rehearse()
+
     def estimate_graphs(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Bytes of device memory that `capture_graphs` would take. Call it after `warm_up`."""
         return self._make_graphs(max_num_seqs, max_num_batched_tokens).estimate()
@@ -98,6 +102,7 @@ class Runner:
     def _make_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> StepGraphs:
         return StepGraphs(
             self._forward,
+            self._forward_first_layer,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_context_len=self._max_model_len,
@@ -184,6 +189,9 @@ class Runner:
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self._network.forward(batch, self._cache, self._adapters)
+
+    def _forward_first_layer(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._network.forward(batch, self._cache, self._adapters, num_layers=1)
 
     def _build_batch(
         self, rows: Sequence[StepRow], ends: StepEnds | None, drawn: DrawnTokens | None

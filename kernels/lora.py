@@ -64,7 +64,7 @@ def add_lora(
         product: called once, or not; launches on the current stream, and returns a tensor of its own.
         x: [T, in], contiguous, in the pool's dtype.
         weight: given where the product is ``linear(x, weight)`` and nothing else: it may then be computed so
-            that both are summed at once, and ``product`` is not called.
+            that both are summed at once or go side by side, and ``product`` is not called.
     """
     if x.is_cuda and plan.num_rows:
         from kernels.gpu import lora as gpu
@@ -76,13 +76,17 @@ def add_lora(
 
 
 def silu_mul_add_lora(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    pool: LoraPool,
+    plan: LoraPlan,
+    weight: PackedWeight | None = None,
 ) -> torch.Tensor:
     """``silu_mul(add_lora(...))`` for the pool of gate and up: [T, I] in x's dtype."""
     if x.is_cuda and plan.num_rows:
         from kernels.gpu import lora_gated as gpu
 
-        return gpu.silu_mul_add_lora(product, x, pool, plan)
+        return gpu.silu_mul_add_lora(product, x, pool, plan, None if weight is None else weight.data)
     return silu_mul(add_lora(product, x, pool, plan))
 
 

@@ -7,8 +7,10 @@ else is one code. The projections that share an input are one fused weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch.nn.functional import embedding
@@ -62,13 +64,16 @@ class LoraLinear:
         return unpack_weight(self._weight)
 
     def __call__(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
-        is_plain = plan.vectors is None and self._bias is None
-        weight = self._weight if is_plain else None
-        return add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan, weight)
+        return add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan, self._plain_weight(plan))
 
     def silu_mul(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
         """``silu(gate) * up`` of the product, for the projections gate and up."""
-        return silu_mul_add_lora(partial(self._base, pool=pool, plan=plan), x, pool, plan)
+        base = partial(self._base, pool=pool, plan=plan)
+        return silu_mul_add_lora(base, x, pool, plan, self._plain_weight(plan))
+
+    def _plain_weight(self, plan: LoraPlan) -> PackedWeight | None:
+        """The weight, where the product with it is all there is to the base."""
+        return self._weight if plan.vectors is None and self._bias is None else None
 
     def _base(self, x: torch.Tensor, pool: LoraPool, plan: LoraPlan) -> torch.Tensor:
         y = linear(x, self._weight)
@@ -169,8 +174,26 @@ class LlamaModel:
         self._lm_head = pack_weight(head)
         self._cos_sin = rope_table(config, device)
 
-    def forward(self, batch: ForwardBatch, cache: KVCache, adapters: RankPagePool) -> torch.Tensor:
-        """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values."""
+    def first_layers(self, count: int) -> LlamaModel:
+        """The model of the first layers alone, over the same weights."""
+        part = copy(self)
+        part.config = replace(self.config, num_layers=count)
+        part._layers = self._layers[:count]
+        return part
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        adapters: RankPagePool,
+        *,
+        num_layers: int | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states [S, H] of ``batch.output_rows``; writes the step's keys and values.
+
+        Args:
+            num_layers: of the first layers alone, for the sake of the kernels; None: of all.
+        """
         heads = {"num_heads": self.config.num_heads, "num_kv_heads": self.config.num_kv_heads}
         batch = replace(
             batch,
@@ -182,7 +205,8 @@ class LlamaModel:
         else:
             x = batch.ends.embed(batch.tokens, self._embeddings)
         residual: torch.Tensor | None = None
-        for layer, kv, pools in zip(self._layers, cache.layers, adapters.layers, strict=True):
+        layers = zip(self._layers, cache.layers, adapters.layers, strict=True)
+        for layer, kv, pools in islice(layers, num_layers):
             x, residual = layer(x, residual, batch, kv, pools, self._cos_sin)
         assert residual is not None, "a model has at least one layer"
         rows = batch.output_rows

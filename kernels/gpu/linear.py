@@ -4,6 +4,9 @@ Here 64 rows of the weight are the left side of the matrix instruction, and the 
 cuBLAS starts a product when the kernel before has ended, and so leaves the memory idle in between; these are
 launched dependently, and many small programs keep more of the weight on its way. Where the weight has too few
 rows to occupy the device it is cut along ``in`` too, and a second kernel sums the parts, in their order.
+
+What a program keeps on its way is in its processor's shared memory. With more than 16 rows the programs leave
+none for others, so a product that adapters run beside takes less, and some longer.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from kernels.gpu.launch import ceil_div, dependent_launch, kernel, let_next_star
 MAX_ROWS = 32
 """Beyond it the rows' own way from the cache binds, and cuBLAS, whose programs share them, is faster."""
 
+_FEWEST_ROWS = 16
+"""What the matrix instruction has columns for at least."""
 _BLOCK_N = 64
 _BLOCK_K = 128
 _PROGRAMS = 256
@@ -52,12 +57,12 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x Wᵀ``, [T, in] → [T, out], for what ``fits``; sums are in float32."""
+def linear(x: torch.Tensor, weight: torch.Tensor, *, leaves_room: bool = False) -> torch.Tensor:
+    """``x Wᵀ``, [T, in] → [T, out], for what ``fits``; sums are in float32. See ``parts_of``."""
     if num_parts(x, weight) > 1:
-        return join(parts_of(x, weight), x.dtype)
+        return join(parts_of(x, weight, leaves_room=leaves_room), x.dtype)
     y = torch.empty((1, x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch_product(x, weight, y)
+    _launch_product(x, weight, y, leaves_room)
     return y[0]
 
 
@@ -67,11 +72,15 @@ def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
     return min(_MAX_SPLITS, wanted, x.shape[1] // _BLOCK_K)
 
 
-def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [parts, T, out], which sum up to the product."""
+def parts_of(x: torch.Tensor, weight: torch.Tensor, *, leaves_room: bool = False) -> torch.Tensor:
+    """float32 [parts, T, out], which sum up to the product.
+
+    Args:
+        leaves_room: for kernels that run beside, at some cost.
+    """
     shape = (num_parts(x, weight), x.shape[0], weight.shape[0])
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch_product(x, weight, parts)
+    _launch_product(x, weight, parts, leaves_room)
     return parts
 
 
@@ -96,9 +105,10 @@ def join(parts: torch.Tensor, dtype: torch.dtype, addend: Addend | None = None) 
     return y
 
 
-def _launch_product(x: torch.Tensor, weight: torch.Tensor, parts: torch.Tensor) -> None:
+def _launch_product(x: torch.Tensor, weight: torch.Tensor, parts: torch.Tensor, leaves_room: bool) -> None:
     splits, num_rows, out = parts.shape
     tiles = out // _BLOCK_N
+    block_k, num_stages = _chunks(tiles * splits, splits, leaves_room and num_rows > _FEWEST_ROWS)
     pdl = dependent_launch(x)
     _product[(tiles * splits,)](
         x,
@@ -107,16 +117,23 @@ def _launch_product(x: torch.Tensor, weight: torch.Tensor, parts: torch.Tensor) 
         num_rows,
         OUT=out,
         SIZE=x.shape[1],
-        ROWS=max(16, power_of_2(num_rows)),
+        ROWS=max(_FEWEST_ROWS, power_of_2(num_rows)),
         BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_K=block_k,
         SPLITS=splits,
-        # Three fit where there are more programs than two for each processor.
-        NUM_STAGES=3 if splits > 1 and tiles * splits > _PROGRAMS else 4,
+        NUM_STAGES=num_stages,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
     )
+
+
+def _chunks(programs: int, splits: int, leaves_room: bool) -> tuple[int, int]:
+    """(columns of a chunk, chunks on their way) of a program."""
+    if leaves_room:
+        return (_BLOCK_K, 3) if programs <= _PROGRAMS else (_BLOCK_K // 2, 4)
+    # Three programs fit where there are more than two for each processor.
+    return _BLOCK_K, 3 if splits > 1 and programs > _PROGRAMS else 4
 
 
 @kernel(do_not_specialize=["num_rows"])

@@ -103,7 +103,7 @@ def add_lora(
         lora_expand(lora_shrink(x, pool, plan), y, pool, plan)
         return y
     if weight is not None and few_rows.fits(x, weight) and few_rows.num_parts(x, weight) > 1:
-        parts, addend = lora_beside(lambda: few_rows.parts_of(x, weight), x, pool, plan)
+        parts, addend = lora_beside(lambda: few_rows.parts_of(x, weight, leaves_room=True), x, pool, plan)
         return few_rows.join(parts, x.dtype, addend)
     y, shrunk = _beside(lambda: product(x), lambda: lora_shrink(x, pool, plan), x.device)
     lora_expand(shrunk, y, pool, plan)
@@ -118,11 +118,15 @@ def runs_beside(x: torch.Tensor) -> bool:
 def lora_beside(
     product: Callable[[], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
 ) -> tuple[torch.Tensor, Addend]:
-    """What ``product`` launches, and beside it all of LoRA, for whoever works on the product next to add."""
+    """What ``product`` launches, and beside it all of LoRA, for whoever works on the product next to add.
+
+    For few rows: shrink then keeps little on its way, and so finds room beside the product.
+    """
+    config = _config_beside(pool)
 
     def alone() -> Addend:
         values = torch.empty((x.shape[0], pool.splits[-1]), dtype=torch.float32, device=x.device)
-        lora_expand(lora_shrink(x, pool, plan), values, pool, plan, adds=False)
+        lora_expand(lora_shrink(x, pool, plan, config), values, pool, plan, shrink=config, adds=False)
         return Addend(values, _tiles_of(plan).adapted)
 
     return _beside(product, alone, x.device)
@@ -261,6 +265,11 @@ def shrink_config(columns: int, size: int, max_rows: int) -> ShrinkConfig:
     if columns == 16:
         return ShrinkConfig(256, max_splits, 128, num_stages=2 if size <= 8192 else 3)
     return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, num_stages=2)
+
+
+def _config_beside(pool: LoraPool) -> ShrinkConfig:
+    columns = pool.a.shape[1] * RANK_PAGE
+    return ShrinkConfig(128, 16, 64, num_stages=3 if columns <= 32 else 2)
 
 
 def expand_config(out: int, num_pages: int, max_rows: int) -> ExpandConfig:

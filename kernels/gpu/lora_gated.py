@@ -49,12 +49,18 @@ class GatedConfig:
 
 
 def silu_mul_add_lora(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, pool: LoraPool, plan: LoraPlan
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    pool: LoraPool,
+    plan: LoraPlan,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``kernels.lora.silu_mul_add_lora``. Few rows are activated apart, by less code, from the cache."""
     plan = plan if plan.tiles else prepare(plan, x.shape[0])
     if x.shape[0] <= few_rows.MAX_ROWS and runs_beside(x):
         # Of more rows silu_mul would read more than expand then saves.
+        if weight is not None and few_rows.fits(x, weight):
+            return silu_mul(*lora_beside(lambda: few_rows.linear(x, weight, leaves_room=True), x, pool, plan))
         return silu_mul(*lora_beside(lambda: product(x), x, pool, plan))
     if x.shape[0] <= MIN_ROWS:
         return silu_mul(add_lora(product, x, pool, plan))

@@ -77,6 +77,9 @@ def _shrink_unit(
     wait_for_inputs(PDL)
     x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
     acc = tl.dot(x_block, a_block, input_precision="ieee")
+    # Where the adapter lacks a projection, its scale is 0 and the page may hold anything.
+    has = scale != 0
+    end = tl.where(tl.max(has.to(tl.int32)) > 0, end, start)
     for chunk in range(start + BLOCK_K, end, BLOCK_K):
         k = chunk + tl.arange(0, BLOCK_K)
         x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
@@ -84,8 +87,7 @@ def _shrink_unit(
         acc = tl.dot(x_block, a_block, acc, input_precision="ieee")
     offsets = (first + i).to(tl.int64)[:, None] * v_row_stride + column[None, :]
     mask = (i < num_rows)[:, None] & (column < COLUMNS)[None, :]
-    # Where the adapter lacks a projection, its scale is 0 and the page may hold anything.
-    acc = tl.where((scale != 0)[None, :], acc * scale[None, :], 0.0)
+    acc = tl.where(has[None, :], acc * scale[None, :], 0.0)
     tl.store(v + (page_and_live // 16) * COLUMNS + offsets, acc, mask)
 
 

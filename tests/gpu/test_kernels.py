@@ -65,7 +65,7 @@ def fill(static: LoraPlan, plan: LoraPlan) -> None:
     static.segment_ranks[: plan.num_segments] = plan.segment_ranks
 
 
-@pytest.mark.parametrize(("rows", "in_parts"), [(16, True), (16, False), (64, True)])
+@pytest.mark.parametrize(("rows", "in_parts"), [(16, True), (16, False), (32, True), (64, True)])
 def test_lora_beside_the_base_product_in_a_graph(rows: int, in_parts: bool) -> None:
     """Base products of all kinds, each product's inputs being the results before."""
     groups = ["o", "qkv", "o", "gate_up", "down"]
@@ -90,7 +90,7 @@ def test_lora_beside_the_base_product_in_a_graph(rows: int, in_parts: bool) -> N
         for group, pool, weight in zip(groups, pools, weights, strict=True):
             y, product = y[:, : weight.shape[1]].contiguous(), partial(linear, packed=pack_weight(weight))
             if group == "gate_up":
-                y = silu_mul_add_lora(product, y, pool, tiled)
+                y = silu_mul_add_lora(product, y, pool, tiled, weight if in_parts else None)
             else:
                 y = lora.add_lora(product, y, pool, tiled, weight if in_parts else None)
         return y

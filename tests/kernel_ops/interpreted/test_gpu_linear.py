@@ -12,11 +12,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 17])
 @pytest.mark.parametrize(("size", "out"), [(128, 64), (640, 192), (384, 64)])
-def test_products_whole_and_in_parts(rows: int, size: int, out: int) -> None:
+@pytest.mark.parametrize("leaves_room", [False, True])
+def test_products_whole_and_in_parts(rows: int, size: int, out: int, leaves_room: bool) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, size).half(), (torch.randn(out, size) / size**0.5).half()
     want = x.double() @ weight.double().t()
-    torch.testing.assert_close(gpu.linear(x, weight).double(), want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        gpu.linear(x, weight, leaves_room=leaves_room).double(), want, rtol=2e-3, atol=2e-3
+    )
 
 
 def test_parts_are_joined_with_what_is_added_to_some_rows() -> None:
