@@ -8,10 +8,8 @@ opposite order of their start, and also when this process is killed: see guarded
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from gateway import probes
+from gateway.ports import fault_of_port
 
 Report = Callable[[str], None]
 
@@ -237,7 +236,7 @@ def check_ports(plan: StackPlan) -> None:
     faults = [
         f"Port {port} for {name} {fault}; choose another with {flag}."
         for name, flag, host, port in wanted
-        if (fault := _fault_of_port(host, port))
+        if (fault := fault_of_port(host, port))
     ]
     if faults:
         hint = ["Is another stack running?"] if any("is taken" in fault for fault in faults) else []
@@ -325,21 +324,6 @@ def _on_signals(stop: asyncio.Event, children: Sequence[Child]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
-
-
-def _fault_of_port(host: str, port: int) -> str | None:
-    """Returns why nobody can listen there, or None when all is well."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return (
-                "is taken"
-                if error.errno == errno.EADDRINUSE
-                else f"cannot be had on {host}: {error.strerror}"
-            )
-    return None
 
 
 def _end_of(code: int) -> str:

@@ -60,6 +60,7 @@ def gateway(
         "journal": journal,
     }
     settings = _settings({key: value for key, value in given.items() if value is not None})
+    _check_ports(settings)
     opened = _open_store(settings)
     import uvloop
 
@@ -87,6 +88,18 @@ def _settings(given: dict[str, Any]) -> GatewaySettings:
     except ValidationError as error:
         faults = [f"LORAPLEX_{fault['loc'][0]}".upper() + f": {fault['msg']}" for fault in error.errors()]
         raise CommandFailed("; ".join(faults), Exit.USAGE) from None
+
+
+def _check_ports(settings: GatewaySettings) -> None:
+    """Raises CommandFailed for a port that cannot be had. Servers would say so later, and not as clearly."""
+    from gateway.ports import fault_of_port
+
+    wanted = [("--port", settings.port)]
+    if settings.grpc_port is not None:
+        wanted.append(("--grpc-port", settings.grpc_port))
+    for flag, port in wanted:
+        if fault := fault_of_port(settings.host, port):
+            raise CommandFailed(f"Port {port} {fault}; choose another with {flag}.", Exit.REFUSED)
 
 
 def _open_store(settings: GatewaySettings) -> BlobStore:

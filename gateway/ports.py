@@ -1,0 +1,20 @@
+"""Whether a server could listen at an address, asked before it tries."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+
+def fault_of_port(host: str, port: int) -> str | None:
+    """Returns why nobody can listen there, or None when all is well."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had on {host}: {error.strerror}"
+    return None
