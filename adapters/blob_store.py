@@ -8,6 +8,7 @@ holds, from which a lost Redis is rebuilt. Digests come as bytes, so that no tex
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -163,11 +164,13 @@ class BlobStore(Protocol):
         ...
 
     def read_record(self, path: str) -> dict[str, Any] | None:
-        """One record, or None if there is none."""
+        """One record, or None if there is none. Raises ValueError for one that is damaged."""
         ...
 
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The records whose path begins with the folder `prefix`, with their paths."""
+        """The records whose path begins with the folder `prefix`, with their paths. One that is damaged comes
+        empty, so that it keeps nobody from the others.
+        """
         ...
 
     def delete_record(self, path: str) -> None:
@@ -251,11 +254,29 @@ def hex_of(digest: bytes) -> str:
     return digest.hex()
 
 
+def digest_named(name: str) -> bytes | None:
+    """The digest that is written so in a path; None for what others keep in the store, such as lost+found."""
+    try:
+        digest = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_BYTES else None
+
+
 def check_record_path(path: str) -> str:
     """Returns `path` if it can name a record, or a folder of them; raises ValueError."""
     if _RECORD.fullmatch(path) is None:
         raise ValueError(f"{path!a} is no path of a record")
     return path
+
+
+def undamaged(raw: bytes) -> dict[str, Any]:
+    """A record's JSON object; an empty one where it is none."""
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def describe_files(folder: Path, hashes: Mapping[str, str]) -> dict[str, dict[str, Any]]:

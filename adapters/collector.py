@@ -63,5 +63,5 @@ async def tidy(registry: Registry, store: BlobStore, *, abandoned_after_s: int, 
 
 
 def _recorded(store: BlobStore) -> set[bytes]:
-    """The digests that records name."""
+    """The digests that records name. Raises KeyError for a damaged one, which may name any."""
     return {digest for _, record in store.list_records("names") for digest in digests_of(record)}

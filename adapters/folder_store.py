@@ -31,10 +31,11 @@ from adapters.blob_store import (
     check_present,
     check_record_path,
     describe_files,
+    digest_named,
     hex_of,
     last_touched,
+    undamaged,
 )
-from adapters.identity import DIGEST_BYTES
 
 _PURGED = ".purged"
 _RECORD_SUFFIX = ".json"
@@ -129,7 +130,7 @@ class FolderStore:
         """Every blob, in no order."""
         check_present(self._blobs)
         for folder in self._blobs.glob("*/*"):
-            if (digest := _digest_named(folder.name)) is not None:
+            if (digest := digest_named(folder.name)) is not None:
                 yield digest
 
     def withdraw(self, digest: bytes) -> FolderTrashed | None:
@@ -147,7 +148,7 @@ class FolderStore:
     def trashed(self) -> list[FolderTrashed]:
         """What is in the trash: on its way out now, or left by a crash."""
         found = [folder for folder in self._trash.iterdir() if not folder.name.endswith(_PURGED)]
-        named = [(folder, _digest_named(folder.name.partition(".")[0])) for folder in found]
+        named = [(folder, digest_named(folder.name.partition(".")[0])) for folder in found]
         return [FolderTrashed(self, digest, folder) for folder, digest in named if digest is not None]
 
     def clean(self, older_than_s: float) -> int:
@@ -185,11 +186,11 @@ class FolderStore:
             return None
 
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The records whose path begins with the folder `prefix`, with their paths."""
+        """The records whose path begins with the folder `prefix`, with their paths; damaged ones empty."""
         check_present(self._records)
         for file in (self._records / check_record_path(prefix)).rglob(f"[!.]*{_RECORD_SUFFIX}"):
             with suppress(FileNotFoundError):  # deleted since it was listed
-                record = json.loads(file.read_bytes())
+                record = undamaged(file.read_bytes())
                 yield str(file.relative_to(self._records)).removesuffix(_RECORD_SUFFIX), record
 
     def delete_record(self, path: str) -> None:
@@ -293,15 +294,6 @@ class FolderStaging:
             return self._store._move_in(built, digest)
         finally:
             shutil.rmtree(built, ignore_errors=True)
-
-
-def _digest_named(name: str) -> bytes | None:
-    """The digest that a folder is named by; None for what others keep there, such as lost+found."""
-    try:
-        digest = bytes.fromhex(name)
-    except ValueError:
-        return None
-    return digest if len(digest) == DIGEST_BYTES else None
 
 
 def _sync_folder(folder: Path) -> None:

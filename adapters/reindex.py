@@ -29,10 +29,13 @@ async def reindex(registry: Registry, store: BlobStore) -> Reindexed:
     """
     result = Reindexed()
     for path, record in await asyncio.to_thread(lambda: list(store.list_records("names"))):
+        if not record:
+            result.faults.append(f"The record {path} cannot be read: it is damaged.")
+            continue
         try:
             digests = digests_of(record)
             restored = await registry.records.restore(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             result.faults.append(f"The record {path} cannot be read: {error}.")
             continue
         result.restored += restored

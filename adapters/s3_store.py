@@ -34,8 +34,10 @@ from adapters.blob_store import (
     StoreUnavailable,
     check_record_path,
     describe_files,
+    digest_named,
     hex_of,
     last_touched,
+    undamaged,
 )
 from adapters.s3_bucket import S3Objects
 
@@ -119,8 +121,10 @@ class S3Store:
     def digests(self) -> Iterator[bytes]:
         """Every blob, in no order."""
         for key, _ in self.objects.list_keys("sha256"):
-            if key.count("/") == 3 and key.endswith("/" + MANIFEST_FILE):
-                yield bytes.fromhex(key.split("/")[2])
+            name, rest = _parts_of(key)
+            digest = digest_named(name)
+            if digest is not None and rest == [MANIFEST_FILE]:
+                yield digest
 
     def withdraw(self, digest: bytes) -> S3Trashed | None:
         """Moves a blob's manifest into the trash, to be restored or purged. None: there was no such blob."""
@@ -135,9 +139,8 @@ class S3Store:
     def trashed(self) -> list[S3Trashed]:
         """What is in the trash: on its way out now, or left by a crash."""
         keys = [key for key, _ in self.objects.list_keys("trash")]
-        return [
-            S3Trashed(self, bytes.fromhex(key.removeprefix("trash/").partition(".")[0]), key) for key in keys
-        ]
+        named = [(key, digest_named(key.removeprefix("trash/").partition(".")[0])) for key in keys]
+        return [S3Trashed(self, digest, key) for key, digest in named if digest is not None]
 
     def clean(self, older_than_s: float) -> int:
         """Removes what crashed uploads, untouched for `older_than_s` seconds, have left here and in the
@@ -162,12 +165,12 @@ class S3Store:
         return None if raw is None else json.loads(raw)
 
     def list_records(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The records whose path begins with the folder `prefix`, with their paths."""
+        """The records whose path begins with the folder `prefix`, with their paths; damaged ones empty."""
         keys = [key for key, _ in self.objects.list_keys(f"records/{check_record_path(prefix)}")]
         with ThreadPoolExecutor(_RECORDS_AT_ONCE, thread_name_prefix="s3-records") as pool:
             for key, raw in zip(keys, pool.map(self.objects.get, keys), strict=True):
                 if raw is not None:
-                    yield key.removeprefix("records/").removesuffix(_JSON), json.loads(raw)
+                    yield key.removeprefix("records/").removesuffix(_JSON), undamaged(raw)
 
     def delete_record(self, path: str) -> None:
         """Removes a record; one that is not there is no error."""
@@ -182,7 +185,9 @@ class S3Store:
         generations: dict[str, dict[str, float]] = {}  # when each was written, by digest
         published: set[str] = set()
         for key, written in self.objects.list_keys("sha256"):
-            _, _, name, *rest = key.split("/")
+            name, rest = _parts_of(key)
+            if not rest or digest_named(name) is None:  # others' own
+                continue
             if rest == [MANIFEST_FILE]:
                 published.add(name)
             else:
@@ -310,3 +315,9 @@ def _record_key(path: str) -> str:
 def _check_hash(digest: bytes, manifest: Mapping[str, Any], name: str, found: str) -> None:
     if found != manifest["files"][name]["sha256"]:
         raise CorruptBlob(f"The file {name} of adapter {digest.hex()[:12]} in the store is corrupt.")
+
+
+def _parts_of(key: str) -> tuple[str, list[str]]:
+    """The name of the blob that a key below sha256/ belongs to, and what follows it."""
+    _, _, *parts = key.split("/")
+    return (parts[0], parts[1:]) if parts else ("", [])

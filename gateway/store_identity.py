@@ -34,7 +34,10 @@ async def check_identity(redis: Redis, store: BlobStore, location: str) -> None:
     """
     own: str | None = None
     for _ in range(_TRIES):
-        record = await asyncio.to_thread(store.read_record, _RECORD)
+        try:
+            record = await asyncio.to_thread(store.read_record, _RECORD)
+        except ValueError:
+            record = {}  # damaged: so it has no id that Redis could know
         own = None if record is None else str(record.get("id"))
         is_first = await redis.set(STORE_KEY, own or secrets.token_hex(16), nx=True)
         if is_first and own is None:

@@ -153,3 +153,19 @@ def test_fetching_holds_a_few_parts_and_not_the_file(store: S3Store, monkeypatch
     assert len(next(pieces)) <= 2**16
     pieces.close()  # type: ignore[attr-defined]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("s3-fetch")]
+
+
+def test_what_others_put_into_the_bucket_keeps_nobody_from_tidying_it(store: S3Store) -> None:
+    publish(store)
+    for key in (
+        "sha256/readme",
+        "sha256/ab/readme",
+        "sha256/ab/cd/manifest.json",
+        "sha256/ab/cd/e/f",
+        "trash/x",
+    ):
+        store.objects.put(key, b"{}")
+    store.objects.put("records/names/acme/torn.json", b"{")
+    assert list(store.digests()) == [DIGEST] and store.trashed() == []
+    assert store.clean(0) == 0 and store.contains(DIGEST)
+    assert list(store.list_records("names")) == [("names/acme/torn", {})]

@@ -116,19 +116,23 @@ async def test_what_redis_has_is_not_overwritten(valkey_url: str, store: BlobSto
         assert await dump(redis) == before
 
 
-async def test_faults_are_told_and_the_rest_comes_back(valkey_url: str, store: BlobStore) -> None:
+async def test_faults_are_told_and_the_rest_comes_back(
+    valkey_url: str, store: BlobStore, tmp_path: Path
+) -> None:
     async with Redis.from_url(valkey_url) as redis:
         registry = Registry(redis)
         await fill(registry, store)
         await redis.flushall()
         store.put_record("names/acme/odd", {"format": 99, "versions": {}})
         store.put_record("names/acme/none", {})
+        (tmp_path / "store" / "records" / "names" / "acme" / "torn.json").write_text('{"format": 1, "ver')
         trashed = store.withdraw(bytes([2]) * 32)
         assert trashed is not None
         result = await reindex(registry, store)
-        assert result.restored == 3 and len(result.faults) == 3
+        assert result.restored == 3 and len(result.faults) == 4
         told = "\n".join(result.faults)
         assert "names/acme/odd" in told and "names/acme/none" in told and "02" * 32 in told
+        assert "The record names/acme/torn cannot be read: it is damaged." in result.faults
 
 
 def test_requests_are_served_after_the_command(
