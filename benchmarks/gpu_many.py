@@ -52,7 +52,8 @@ from engine.model.adapter_rehearsal import prepare_loads
 from engine.outputs import LinkOutput
 from engine.rank_pages import RankPages
 from engine.scheduler import Scheduler
-from engine.scheduler.adapter_gate import PLACEMENTS_PER_STEP, AdapterGate
+from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.placements import PLACEMENTS_PER_STEP
 
 RANK, PROJECTIONS = 8, ("q_proj", "k_proj", "v_proj", "o_proj")
 FEW = 5

@@ -22,7 +22,8 @@ from engine.model.loading import LoadedModel, load_model
 from engine.rank_pages import RankPages
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.scheduler.adapter_gate import PLACEMENTS_PER_STEP, AdapterGate
+from engine.scheduler.adapter_gate import AdapterGate
+from engine.scheduler.placements import PLACEMENTS_PER_STEP
 from engine.settings import EngineSettings
 from engine.step_memory import measure_step_memory
 from kernels.native import release_threads

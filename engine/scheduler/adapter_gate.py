@@ -20,11 +20,9 @@ for what is `expect`ed, and for pinned adapters, which stay once they are here.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
-from typing import Any
 
 from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
 from engine.adapter_tiers import AdapterTiers, LoadFailed
@@ -33,22 +31,10 @@ from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
 from engine.scheduler.claims import Claim, make_claim
 from engine.scheduler.load_bills import LoadBills
+from engine.scheduler.placements import PLACEMENTS_PER_STEP, DropAdapter, Placements, WriteAdapter
 from engine.scheduler.residents import memory, residency, status
 from engine.scheduler.turns import Leaving
 from engine.step import StepAdapter
-
-logger = logging.getLogger(__name__)
-
-PLACEMENTS_PER_STEP = {"cpu": 1, "cuda": 4}
-"""Most adapters copied to the device before a step that others wait for. On a CPU the step waits for each. On
-a GPU they are copied beside it, and only launched before it; there more than one sequence ends in a step of
-hundreds, and each may be followed by one whose adapter is not there."""
-
-WriteAdapter = Callable[[Sequence[int], Any], Callable[[], bool] | None]
-"""``Runner.write_adapter``: fills pages that nobody references, from a copy that the tiers have read. What it
-returns says whether the copy has landed; None: it has."""
-DropAdapter = Callable[[Sequence[int]], None]
-"""``Runner.drop_adapter``: gives back what an adapter in these pages has outside them."""
 
 
 class AdapterGate:
@@ -57,8 +43,7 @@ class AdapterGate:
     Args:
         pages: owned by the gate from here on; nobody else places, acquires or evicts.
         tiers: where adapters come from.
-        write: called with pages that nobody references; what it raises fails the adapter.
-        drop: called when an adapter with weights outside its pages has left them.
+        write, drop: see `Placements`.
         placements_per_step: of `PLACEMENTS_PER_STEP`, the device's.
     """
 
@@ -74,16 +59,11 @@ class AdapterGate:
     ) -> None:
         self._pages = pages
         self._tiers = tiers
-        self._write = write
-        self._drop = drop
         self._counters = tiers.counters
+        self._placements = Placements(pages, write, drop, tiers.counters, per_step=placements_per_step)
         self._claim: Claim | None = None
         self._step = 0
         self._kept: set[bytes] = set()  # placed, and waited for: a reference keeps each until one runs
-        self._placements_per_step = placements_per_step
-        self._placements_left = 0
-        self._idle = True
-        self._landing: dict[bytes, Callable[[], bool]] = {}
         self._failures: list[LoadFailed] = []
         self._ahead = Ahead(clock)
         self._bills = LoadBills()
@@ -115,15 +95,12 @@ class AdapterGate:
             idle: no sequence runs, so copies to the device delay nobody.
         """
         self._step += 1
-        self._placements_left = self._placements_per_step
-        self._note_idle(idle)
+        self._placements.begin_step(idle=idle)
         for outcome in self._tiers.poll(num_waiting):
             if isinstance(outcome, LoadFailed):
                 self._fail(outcome)
             else:
                 self._bills.read(outcome.digest, outcome.copy.num_pages)
-        if self._landing:
-            self._landing = {digest: landed for digest, landed in self._landing.items() if not landed()}
         self._advance_claim(num_waiting)
         self._bring_ahead(num_waiting)
         self._drop_loads_nobody_wants(num_waiting)
@@ -133,17 +110,12 @@ class AdapterGate:
 
     def take_room(self, num_waiting: Callable[[bytes], int], *, idle: bool) -> None:
         """Gives the claimant its pages after sequences have yielded. Arguments as of `begin_step`."""
-        self._note_idle(idle)
+        self._placements.note_idle(idle)
         self._advance_claim(num_waiting)
 
     def take_bills(self) -> list[tuple[str, float]]:
         """What loads have cost tenants since the last call, in tokens of input."""
         return self._bills.take()
-
-    def _note_idle(self, idle: bool) -> None:
-        self._idle = idle
-        if idle:
-            self._placements_left = self._pages.num_pages
 
     def take_failures(self) -> list[LoadFailed]:
         """Adapters that could not be brought since the last call; their waiting sequences must end."""
@@ -196,15 +168,14 @@ class AdapterGate:
         if self._pages.resident(digest) is None:
             self._bills.begin(digest, tenant)
         if self._bring(digest, tenant):
-            # A step waits for the copies before it; that may delay whoever asked, and nobody else.
-            if self._idle or digest not in self._landing:
+            if self._placements.is_usable(digest):
                 return True
             if not self._pages.references(digest):
                 self._keep(digest)
             return False
         copy = self._tiers.want(digest, tenant)
         may_claim = may_claim and (claim is None or (claim.digest == digest and not claim.suffices))
-        if copy is not None and may_claim and self._placements_left:
+        if copy is not None and may_claim and self._placements.may_place:
             self._claim = make_claim(self._pages, digest, copy, leaving(), step=self._step, before=claim)
         return False
 
@@ -319,44 +290,22 @@ class AdapterGate:
         copy = (
             claim.copy if claim is not None and claim.digest == digest else self._tiers.want(digest, tenant)
         )
-        if copy is None or not self._placements_left:
+        if copy is None or not self._placements.may_place:
             return False
         if claim is not None and claim.digest != digest:
             return False
-        victims = self._pages.victims(copy)
-        if victims is None:
-            return False
-        for victim in victims:
-            self._counters.note_evicted(victim)
-            self._evict(victim, for_room=True)
-        return self._place(digest, copy)
+        return self._placements.make_room(copy) and self._place(digest, copy)
 
     def _place(self, digest: bytes, copy: HostCopy) -> bool:
-        adapter = self._pages.place(digest, copy)
-        self._placements_left -= 1
-        begin = time.monotonic()
-        try:
-            landed = self._write(adapter.pages, copy)
-        except Exception as error:
-            logger.exception("adapter %s could not be copied to the device", digest.hex()[:12])
-            self._evict(digest)
+        fault = self._placements.place(digest, copy)
+        if fault:
             self._tiers.discard(digest)
-            self._fail(LoadFailed(digest, f"the adapter could not be copied to the device: {error}"))
+            self._fail(LoadFailed(digest, fault))
             return False
-        self._bills.copied(digest, len(adapter.pages))
-        self._counters.copies += 1
-        self._counters.copy_seconds += time.monotonic() - begin
-        if landed is not None and not landed():
-            self._landing[digest] = landed
+        self._bills.copied(digest, copy.num_pages)
         if digest in self._ahead.pinned:
             self._pages.pin(digest)
         return True
-
-    def _evict(self, digest: bytes, *, for_room: bool = False) -> None:
-        self._landing.pop(digest, None)
-        adapter = self._pages.evict(digest, for_room=for_room)
-        if adapter.has_ends:
-            self._drop(adapter.pages)
 
     def _bring_ahead(self, num_waiting: Callable[[bytes], int]) -> None:
         """Answers prefetches, and goes on with them and what is pinned or expected; see `_may_load`."""
@@ -430,5 +379,5 @@ class AdapterGate:
             return
         self._unloading.discard(digest)
         if self._pages.resident(digest) is not None:
-            self._evict(digest)
+            self._placements.evict(digest)
         self._tiers.forget(digest)

@@ -12,7 +12,7 @@ from builders import digest_of, expected_output, hold_reads, make_engine, make_r
 from engine.adapter_status import Residency
 from engine.adapter_tiers import MAX_LOADS
 from engine.host_copy import HostCopy
-from engine.scheduler.adapter_gate import PLACEMENTS_PER_STEP
+from engine.scheduler.placements import PLACEMENTS_PER_STEP
 
 
 def test_nobody_waits_for_another_ones_load() -> None:
@@ -71,7 +71,7 @@ def test_a_copy_to_the_device_that_fails_ends_its_requests_alone() -> None:
             raise RuntimeError("out of luck")
         write(pages, copy)
 
-    engine.gate._write = broken_write
+    engine.gate._placements._write = broken_write
     engine.store.add("good")
     engine.store.add("bad", rank=32)
     for number, adapter in enumerate(("bad", "good")):
@@ -209,7 +209,7 @@ def test_a_step_that_others_wait_for_has_so_many_copies_to_the_device(most: int)
         writes.append(engine.runner.num_steps)
         write(pages, copy)
 
-    engine.gate._write = counting_write
+    engine.gate._placements._write = counting_write
     engine.scheduler.add(make_request(5, request_id=0, max_tokens=60))
     engine.step()
     released = hold_reads(engine)

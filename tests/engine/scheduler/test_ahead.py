@@ -220,7 +220,7 @@ def test_a_copy_under_way_delays_nobody_but_who_asked_for_it() -> None:
         write(pages, copy)
         return lambda: landed
 
-    engine.gate._write = slow_write
+    engine.gate._placements._write = slow_write
     engine.store.add("a")
     engine.scheduler.add(make_request(5, request_id=1, max_tokens=60))
     engine.step()
