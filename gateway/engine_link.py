@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -13,7 +13,6 @@ from typing import Protocol
 
 import grpc
 
-from gateway.grpc_stream import GrpcStream, open_stream
 from gateway.tokenizer import Tokenizers
 from protos.engine_pb2 import (
     Abort,
@@ -37,10 +36,14 @@ _MAX_BACKOFF_S = 2.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
+    # A machine that vanishes without closing its connections is noticed within 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
     # Channels to one address would share their reconnection pauses; ours are in `run`.
     ("grpc.use_local_subchannel_pool", 1),
 )
-_METHOD = "/loraplex.engine.v1.Engine/Link"
 
 
 class LinkState(Enum):
@@ -96,7 +99,8 @@ class _Placement:
 class EngineLink:
     """Keeps one engine's stream open, and hands what comes on it to the requests' receivers.
 
-    `run` owns the connection; `submit`, `announce` and `abort` send at once, and may be called while `ready`.
+    `run` owns the connection; `submit`, `announce` and `abort` only queue messages, and may be called while
+    `ready`.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class EngineLink:
         self.stub: EngineStub | None = None
         self._tokenizers = tokenizers
         self._on_change = on_change
-        self._stream: GrpcStream | None = None
+        self._outbox: asyncio.Queue[LinkRequest | None] = asyncio.Queue()
         self._placements: dict[int, _Placement] = {}
         self._next_request_id = 1
 
@@ -132,12 +136,12 @@ class EngineLink:
         request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
         message.submit.request_id = request_id
         self._placements[request_id] = _Placement(receiver, choices, set(range(len(choices))))
-        self._send(message)
+        self._outbox.put_nowait(message)
         return request_id
 
     def announce(self, adapter_digest: bytes) -> None:
         """Says that a request for an adapter is about to come."""
-        self._send(LinkRequest(announce=Announce(adapter_digest=adapter_digest)))
+        self._outbox.put_nowait(LinkRequest(announce=Announce(adapter_digest=adapter_digest)))
 
     def abort(self, request_id: int, wire_choice: int | None = None) -> None:
         """Ends one choice of a request, or all. The receiver hears nothing more of it."""
@@ -148,11 +152,7 @@ class EngineLink:
             placement.open.discard(wire_choice)
         if wire_choice is None or not placement.open:
             del self._placements[request_id]
-        self._send(LinkRequest(abort=Abort(request_id=request_id, choice=wire_choice)))
-
-    def _send(self, message: LinkRequest) -> None:
-        if self._stream is not None:
-            self._stream.send(message.SerializeToString())
+        self._outbox.put_nowait(LinkRequest(abort=Abort(request_id=request_id, choice=wire_choice)))
 
     async def run(self) -> None:
         """Connects, serves the stream, and connects again when it breaks, until cancelled."""
@@ -185,22 +185,24 @@ class EngineLink:
             info = await stub.GetModelInfo(GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S)
             await self._tokenizers.load(info.digest, lambda: _fetch_tokenizer(stub))
             self.info, self.stub = info, stub
-            stream = await self._open()
+            self._outbox = outbox = asyncio.Queue()
+            stream = stub.Link(self._outgoing(outbox))
+            self._become(LinkState.READY)
             try:
-                self._stream = stream
-                self._become(LinkState.READY)
-                await stream.wait_over()
+                async for message in stream:
+                    self._deliver(message)
             finally:
-                self._stream = None
-                stream.close()
+                # gRPC leaves the task that reads `_outgoing` behind when a stream breaks.
+                outbox.put_nowait(None)
 
-    async def _open(self) -> GrpcStream:
-        async with asyncio.timeout(_CALL_TIMEOUT_S):
-            return await open_stream(self.address, _METHOD, self._deliver)
+    @staticmethod
+    async def _outgoing(outbox: asyncio.Queue[LinkRequest | None]) -> AsyncIterator[LinkRequest]:
+        while (message := await outbox.get()) is not None:
+            yield message
 
-    def _deliver(self, data: bytes) -> None:
+    def _deliver(self, message: LinkResponse) -> None:
         """Hands one message's entries to their receivers; those of requests already given up are dropped."""
-        message, placements = LinkResponse.FromString(data), self._placements
+        placements = self._placements
         for started in message.started:
             if placement := placements.get(started.request_id):
                 placement.receiver.on_started(placement.choices, started)
