@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from engine.constraints import Grammar, Grammars, InvalidGrammar
 from engine.link import Link
@@ -11,6 +12,8 @@ from engine.outputs import Finished, LinkOutput
 from engine.sequence import FinishReason
 from engine.submission import InvalidSubmit, parse_submit
 from protos import engine_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 _NO_GRAMMARS = (
     "this engine cannot hold answers to a grammar: its model has no tokenizer, or llguidance is absent"
@@ -67,6 +70,9 @@ class Intake:
                 grammar = await asyncio.to_thread(grammars.understand, message.grammar)
             except InvalidGrammar as error:
                 _end(link, message, FinishReason.ERROR, f"the grammar cannot be used: {error}")
+            except Exception:  # else nobody would hear of it until its deadline
+                logger.exception("the grammar of request %d could not be read", message.request_id)
+                _end(link, message, FinishReason.ERROR, "the engine could not read the request's grammar")
             else:
                 self._start(link, message, grammar)
 
@@ -79,6 +85,9 @@ class Intake:
             self._loop.submit(parse_submit(message, link, self._model, grammar))
         except InvalidSubmit as error:
             _end(link, message, FinishReason.ERROR, str(error))
+        except Exception:  # it would end the link, with all that runs there, and come again with the next
+            logger.exception("request %d could not be read", message.request_id)
+            _end(link, message, FinishReason.ERROR, "the engine could not read this request")
 
 
 def _end(link: Link, message: pb.Submit, reason: FinishReason, why: str) -> None:

@@ -40,6 +40,10 @@ def parse_submit(
     _check_service(message, model)
     room = model.max_model_len - len(prompt)
     limit = 1 if message.prompt_only or message.pooling else min(message.max_tokens or room, room)
+    _require(
+        not output or len(output) < limit,
+        f"{len(output)} tokens have been generated already, and {limit} are the most",
+    )
     stop = set(message.stop_token_ids)
     if not message.ignore_eos:
         stop.update(model.eos_token_ids)

@@ -16,6 +16,7 @@ from builders import Engine, digest_of, expected_answers, expected_output, make_
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from engine import intake
 from engine.loop import EngineLoop
 from engine.server import SERVICE, CannotListen, EngineServer
 from engine.service import EngineService
@@ -348,6 +349,39 @@ async def test_one_adapter_is_shown_with_what_it_has_been_through() -> None:
         missing = pb.ListAdaptersRequest(digest=digest_of("missing"))
         (state,) = (await serving.stub.ListAdapters(missing)).adapters
         assert state.residency == pb.RESIDENCY_NONE and state.loads == 0
+        client.call.cancel()
+
+
+async def test_a_request_that_breaks_its_reader_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = intake.parse_submit
+
+    def fragile(message: pb.Submit, *args: Any) -> Any:
+        if message.request_id == 2:
+            raise ZeroDivisionError
+        return parse(message, *args)
+
+    monkeypatch.setattr(intake, "parse_submit", fragile)
+    async with serve() as serving:
+        client = Client(serving.stub.Link())
+        for number in (1, 2, 3):
+            await client.submit(number)
+        await client.read_until_ended((1, 0), (2, 0), (3, 0))
+        assert client.ends[2, 0] == ("ERROR", "the engine could not read this request")
+        assert client.ends[1, 0] == client.ends[3, 0] == ("LENGTH", "")
+        client.call.cancel()
+
+
+async def test_a_grammar_that_breaks_its_reader_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fragile:
+        def understand(self, text: str) -> None:
+            raise ZeroDivisionError
+
+    async with serve() as serving:
+        monkeypatch.setattr(serving.server.service._intake, "_grammars", Fragile())
+        client = Client(serving.stub.Link())
+        await client.submit(1, grammar="x")
+        await client.read_until_ended((1, 0))
+        assert client.ends[1, 0] == ("ERROR", "the engine could not read the request's grammar")
         client.call.cancel()
 
 

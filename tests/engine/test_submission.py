@@ -105,7 +105,9 @@ def test_lengths_end_and_deadline() -> None:
     assert request.max_len == 13, "max_tokens counts from the end of the prompt"
     assert request.stop_token_ids == {9}
     assert request.deadline is not None and 1.0 < request.deadline - time.monotonic() <= 1.5
-    hashed = parse_submit(submit(prompt_tokens=range(20), output_tokens=range(20)), "link", MODEL)
+    hashed = parse_submit(
+        submit(prompt_tokens=range(20), output_tokens=range(20), max_tokens=30), "link", MODEL
+    )
     assert hashed.prompt_hashes == block_hashes(hashed.block_root, [*range(20), *range(20)])
 
 
@@ -117,6 +119,10 @@ def test_lengths_end_and_deadline() -> None:
         ({"prompt_tokens": [1000]}, "prompt_tokens has a token beyond the model's vocabulary of 1000"),
         ({"output_tokens": [2**32 - 1]}, "output_tokens has a token beyond"),
         ({"output_tokens": [1], "seeds": [1, 2]}, "only a request with one choice"),
+        (
+            {"output_tokens": [1, 2], "max_tokens": 2},
+            "2 tokens have been generated already, and 2 are the most",
+        ),
         ({"prompt_tokens": range(60), "output_tokens": range(50)}, "110 tokens exceed"),
         ({"stop_token_ids": [1000]}, "stop_token_ids has a token beyond"),
         ({"seeds": []}, "0 choices: this engine takes 1 to 8"),
