@@ -58,9 +58,15 @@ class AdminClient:
         except (httpx.TransportError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             raise CommandFailed(f"No gateway answers at {self._url}: {reason}.", Exit.UNREACHABLE) from None
-        if answer.is_success:
+        except UnicodeEncodeError:
+            raise CommandFailed("The API key has characters that no key has.", Exit.USAGE) from None
+        if not answer.is_success:
+            raise CommandFailed(_message_of(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
+        try:
             return answer.json()
-        raise CommandFailed(_message_of(answer), _EXIT_OF_STATUS.get(answer.status_code, Exit.REFUSED))
+        except ValueError:
+            message = f"What answers at {self._url} is not a Loraplex gateway."
+            raise CommandFailed(message, Exit.UNREACHABLE) from None
 
 
 def quoted(segment: str) -> str:

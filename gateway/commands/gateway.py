@@ -60,8 +60,8 @@ def gateway(
         "journal": journal,
     }
     settings = _settings({key: value for key, value in given.items() if value is not None})
-    _check_ports(settings)
     opened = _open_store(settings)
+    _check_ports(settings)
     import uvloop
 
     uvloop.run(_serve(settings, opened))

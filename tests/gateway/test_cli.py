@@ -65,6 +65,8 @@ async def test_each_failure_is_one_line_and_its_own_exit_code(plane: ControlPlan
     operator = {"LORAPLEX_URL": plane.url, "LORAPLEX_API_KEY": OPERATOR_KEY}
     wrong = {"LORAPLEX_URL": plane.url, "LORAPLEX_API_KEY": "lpx_0_0"}
     away = {"LORAPLEX_URL": "http://127.0.0.1:1", "LORAPLEX_API_KEY": OPERATOR_KEY}
+    page = {**operator, "LORAPLEX_URL": f"{plane.url}/docs?"}  # HTML, whatever follows
+    odd = {**operator, "LORAPLEX_API_KEY": "lpx_\u201c"}
     cases = [
         (["tenants", "show", "nobody"], operator, Exit.NOT_FOUND, "There is no tenant 'nobody'."),
         (["tenants", "show", "../../v1/adapters"], operator, Exit.NOT_FOUND, "error: "),
@@ -72,6 +74,8 @@ async def test_each_failure_is_one_line_and_its_own_exit_code(plane: ControlPlan
         (["keys", "create", "nobody"], operator, Exit.NOT_FOUND, "There is no tenant 'nobody'."),
         (["tenants", "list"], wrong, Exit.NOT_AUTHORISED, "The API key is not valid."),
         (["tenants", "list"], away, Exit.UNREACHABLE, "No gateway answers at http://127.0.0.1:1"),
+        (["tenants", "list"], page, Exit.UNREACHABLE, "is not a Loraplex gateway."),
+        (["tenants", "list"], odd, Exit.USAGE, "characters that no key has"),
         (["tenants", "list"], {}, Exit.USAGE, "LORAPLEX_API_KEY"),
         (["health", "--engine", "127.0.0.1:1"], {}, Exit.UNREACHABLE, "127.0.0.1:1 is not ready."),
         (["gateway", "--port", "70000"], {}, Exit.USAGE, "LORAPLEX_PORT"),
