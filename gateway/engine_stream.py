@@ -69,7 +69,7 @@ class _Choice:
 class EngineStream:
     """The choices of one request, numbered through all its prompts. For one consumer, which must `close` it.
 
-    Nothing is sent before the first `wait_started` or `next`.
+    Nothing is sent before `begin`, or else the first `wait_started` or `next`.
     """
 
     def __init__(
@@ -125,6 +125,12 @@ class EngineStream:
     def vectors(self) -> Sequence[bytes]:
         """Those of all prompts, in order, where vectors were asked for and all have come."""
         return [self._vectors[choice] for choice in range(len(self._choices))]
+
+    def begin(self) -> None:
+        """Gives engines at once what they can take. What stands in the way is told by who waits."""
+        self._set_alarm()
+        while self._may_place and time.monotonic() < self._deadline and self._submit_next():
+            pass
 
     async def wait_started(self) -> None:
         """Returns when the first choice has left an engine's queue, or has ended. Raises as `next`."""
@@ -258,32 +264,41 @@ class EngineStream:
         """Submits unplaced choices, as many as may run at once. Waits for an engine only to continue a
         request that one had accepted.
         """
-        if self._alarm is None:
-            after_s = self._deadline + _DEADLINE_GRACE_S - time.monotonic()
-            self._alarm = asyncio.get_running_loop().call_later(after_s, self._wake)
+        self._set_alarm()
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + self._resume_timeout_s
         while self._may_place and not self._closed:
-            choices, message = self._next_to_place()
             now = time.monotonic()
             if now >= self._deadline:
                 raise deadline_passed()
-            message.submit.deadline_ms = max(1, round(1000 * (self._deadline - now)))
-            link = self._placer.choose(message.submit, self._model_digest, set(self._refused_by))
-            if link is not None:
-                request_id = link.submit(message, self, choices)
-                for wire_choice, index in enumerate(choices):
-                    state = self._choices[index]
-                    state.link, state.request_id, state.wire_choice = link, request_id, wire_choice
-                self.engine_id = link.engine_id
-                self._unplaced.difference_update(choices)
-                self._placed.update(choices)
+            if self._submit_next():
                 continue
             left_s = self._give_up_at - now
             if not self._accepted or left_s <= 0:
                 raise self._nobody()
             await self._placer.changed(min(left_s, self._deadline - now, _REFUSAL_MEMORY_S))
             self._refused_by.clear()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is None:
+            after_s = self._deadline + _DEADLINE_GRACE_S - time.monotonic()
+            self._alarm = asyncio.get_running_loop().call_later(after_s, self._wake)
+
+    def _submit_next(self) -> bool:
+        """Makes the next submission, before the deadline. Returns whether there is an engine for it."""
+        choices, message = self._next_to_place()
+        message.submit.deadline_ms = max(1, round(1000 * (self._deadline - time.monotonic())))
+        link = self._placer.choose(message.submit, self._model_digest, set(self._refused_by))
+        if link is None:
+            return False
+        request_id = link.submit(message, self, choices)
+        for wire_choice, index in enumerate(choices):
+            state = self._choices[index]
+            state.link, state.request_id, state.wire_choice = link, request_id, wire_choice
+        self.engine_id = link.engine_id
+        self._unplaced.difference_update(choices)
+        self._placed.update(choices)
+        return True
 
     def _next_to_place(self) -> tuple[list[int], LinkRequest]:
         """Returns the choices of one submission, and it: a

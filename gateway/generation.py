@@ -147,6 +147,7 @@ class Generation:
         self._outcome = Outcome.DISCONNECTED
 
     def __enter__(self) -> Generation:
+        self._stream.begin()  # first: while an engine has it, there is time
         self._metrics.begin()
         self._ledger.begin(self.admission.entry, self.so_far, admitted=self.admission.admitted)
         return self

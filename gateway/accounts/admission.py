@@ -63,6 +63,10 @@ class Admission:
         """Returns `x-ratelimit-*`, for whatever is answered."""
         return self.standings.headers()
 
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns them as ASGI has them."""
+        return self.standings.raw_headers()
+
     @property
     def awaited(self) -> bool:
         """Whether another request may soon need the room that the end of this one makes."""

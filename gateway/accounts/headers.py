@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -65,20 +65,26 @@ class Standings:
     reset_ms: Sequence[int] = ()
     """In how many ms all of it can be had again; 0: it can now."""
 
-    def headers(self) -> dict[str, str]:
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
         """Returns OpenAI's headers for the limits per minute that there are. Where a kind is limited for
         several subjects, and in `-tokens` for input and output, the one with the least left is told.
         """
         rules = self.rules
         left = [max(rule.most - used, 0) for rule, used in zip(rules, self.used, strict=True)]
         scarcity = [(most, -reset_ms) for most, reset_ms in zip(left, self.reset_ms, strict=True)]
-        headers: dict[str, str] = {}
-        for name, places in _places_of(tuple(rules)).items():
+        headers: list[tuple[bytes, bytes]] = []
+        for places, limit, remaining, reset in _told_of(tuple(rules)):
             at = min(places, key=scarcity.__getitem__)
-            headers[f"x-ratelimit-limit-{name}"] = str(rules[at].most)
-            headers[f"x-ratelimit-remaining-{name}"] = str(left[at])
-            headers[f"x-ratelimit-reset-{name}"] = duration(self.reset_ms[at])
+            headers += (
+                (limit, b"%d" % rules[at].most),
+                (remaining, b"%d" % left[at]),
+                (reset, duration(self.reset_ms[at]).encode()),
+            )
         return headers
+
+    def headers(self) -> dict[str, str]:
+        """Returns the same as text."""
+        return {name.decode(): value.decode() for name, value in self.raw_headers()}
 
     def refusing(self) -> list[int]:
         """Returns the places of the rules of which less is left than the request asks for."""
@@ -91,13 +97,17 @@ NO_STANDINGS = Standings()
 
 
 @lru_cache(maxsize=4096)
-def _places_of(rules: Sequence[Rule]) -> Mapping[str, Sequence[int]]:
-    """Returns the headers' names, and which rules each may tell of."""
-    places = {
-        name: [at for at, rule in enumerate(rules) if name in _HEADERS_OF.get(rule.kind, ())]
-        for name in _HEADER_NAMES
-    }
-    return {name: found for name, found in places.items() if found}
+def _told_of(rules: Sequence[Rule]) -> Sequence[tuple[Sequence[int], bytes, bytes, bytes]]:
+    """Returns the headers that there are: which rules they may tell of, and the names of three."""
+    found: list[tuple[Sequence[int], bytes, bytes, bytes]] = []
+    for name in _HEADER_NAMES:
+        places = [at for at, rule in enumerate(rules) if name in _HEADERS_OF.get(rule.kind, ())]
+        if places:
+            limit, remaining, reset = (
+                f"x-ratelimit-{what}-{name}".encode() for what in ("limit", "remaining", "reset")
+            )
+            found.append((places, limit, remaining, reset))
+    return found
 
 
 def duration(ms: int) -> str:

@@ -114,12 +114,10 @@ async def generate(
     generation.admission = admission = await admitting
     choices = sum(len(submit.seeds) for submit in submits)
     try:
-        response = await _answer(request, generation, form, body, choices=choices)
+        return await _answer(request, generation, form, body, choices=choices)
     except ApiError as error:
         error.headers = {**admission.headers(), **(error.headers or {})}
         raise
-    response.raw_headers += [(name.encode(), value.encode()) for name, value in admission.headers().items()]
-    return response
 
 
 async def _answer(
@@ -136,7 +134,9 @@ async def _answer(
             first = await anext(events)
     except asyncio.CancelledError:  # see EventStream
         raise unavailable(STOPPING) from None
-    return EventStream(first, events, on_disconnect=generation.close)
+    response = EventStream(first, events, on_disconnect=generation.close)
+    response.raw_headers += generation.admission.raw_headers()
+    return response
 
 
 async def _answer_whole(
@@ -147,6 +147,7 @@ async def _answer_whole(
     """
     collected: list[list[Piece]] = [[] for _ in range(choices)]
     with generation:
+        headers = generation.admission.raw_headers()
         async with DisconnectWatch(request.scope, request.receive, generation.close):
             while pieces := await generation.next():
                 for piece in pieces:
@@ -165,7 +166,9 @@ async def _answer_whole(
 
     are_few = sum(len(piece.tokens) for own in collected for piece in own) <= _FEW_TOKENS
     data = content() if are_few else await asyncio.to_thread(content)
-    return WholeAnswer(data, media_type="application/json")
+    response = WholeAnswer(data, media_type="application/json")
+    response.raw_headers += headers
+    return response
 
 
 async def _events(generation: Generation, form: AnswerFormat, include_usage: bool) -> AsyncGenerator[bytes]:

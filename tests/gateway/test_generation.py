@@ -21,9 +21,10 @@ from tests.gateway.fake_engine import TOKENIZER_FILES
 def generation(ledger: Mock, metrics: Mock, *, scarce: bool) -> Generation:
     """A request of one prompt, which no engine has yet."""
     submits = [Submit(prompt_tokens=[1], seeds=[1], sampling=Sampling(), max_tokens=1)]
-    deadline = time.monotonic() + 60
+    placer, deadline = Mock(), time.monotonic() + 60
+    placer.choose.return_value = None
     made = Generation(
-        EngineStream(submits, model_digest=b"", placer=Mock(), resume_timeout_s=1.0, deadline=deadline),
+        EngineStream(submits, model_digest=b"", placer=placer, resume_timeout_s=1.0, deadline=deadline),
         submits,
         info=ModelInfo(),
         tokenizer=ModelTokenizer.from_files(TOKENIZER_FILES),

@@ -205,6 +205,35 @@ async def test_waiting_for_another_engine_counts() -> None:
     stream.close()
 
 
+async def test_an_engine_has_a_request_as_soon_as_it_begins() -> None:
+    link = _NoLink()
+    stream = open_stream(_Engines(link), seconds=60)
+    stream.begin()
+    assert len(link.submits) == 1
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    assert len(link.submits) == 1
+    stream.on_finished(0, pb.Finished(reason=pb.FINISH_REASON_STOP))
+    assert len(await waiting) == 1
+    stream.close()
+
+
+async def test_what_stands_in_the_way_is_told_to_who_waits() -> None:
+    stream = open_stream(_Engines(None), seconds=60)
+    stream.begin()
+    with pytest.raises(ApiError) as caught:
+        await stream.next()
+    assert caught.value.status == 503
+    stream.close()
+    link = _NoLink()
+    late = open_stream(_Engines(link), seconds=0)
+    late.begin()
+    with pytest.raises(ApiError) as caught:
+        await late.next()
+    assert caught.value.status == 504 and not link.submits
+    late.close()
+
+
 async def test_who_goes_on_elsewhere_has_what_is_left_of_its_time() -> None:
     link = _NoLink()
     stream = open_stream(_Engines(link), seconds=60)
@@ -250,6 +279,7 @@ async def test_of_many_prompts_each_takes_its_turn() -> None:
 async def test_an_engine_that_falls_silent_does_not_hold_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_stream, "_DEADLINE_GRACE_S", 0.05)
     stream = open_stream(_Engines(_NoLink()), seconds=0.05)
+    stream.begin()  # sets the alarm: when it next waits, all is placed
     with pytest.raises(ApiError) as caught:
         await asyncio.wait_for(stream.next(), 20)
     assert caught.value.code == "deadline_exceeded"

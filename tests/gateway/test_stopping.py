@@ -9,8 +9,10 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from gateway.api.answer import answer
+from gateway.accounts.headers import NO_STANDINGS
+from gateway.api.answer import _answer
 from gateway.errors import ApiError
+from gateway.schemas.chat import ChatMessage, ChatRequest
 from gateway.sse import DONE, EventStream
 
 
@@ -48,6 +50,8 @@ async def test_a_stream_ends_with_an_error_event() -> None:
 class Waiting:
     """A generation that never gets anything."""
 
+    admission = NO_STANDINGS
+
     def __enter__(self) -> Waiting:
         return self
 
@@ -65,17 +69,8 @@ class Connection:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_has_not_begun_is_refused(stream: bool) -> None:
-    call = answer(
-        cast(Any, Connection()),
-        cast(Any, Waiting()),
-        cast(Any, None),
-        choices=1,
-        stream=stream,
-        include_usage=False,
-        keep=1,
-        of=1,
-        ranked=False,
-    )
+    body = ChatRequest(model="tiny", messages=[ChatMessage(role="user", content="Hello")], stream=stream)
+    call = _answer(cast(Any, Connection()), cast(Any, Waiting()), cast(Any, None), body, choices=1)
     answering = asyncio.create_task(call)
     for _ in range(100):  # until it waits
         await asyncio.sleep(0)
