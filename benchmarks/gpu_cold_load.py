@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +28,6 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu_decode import LLAMA_8B
 from benchmarks.gpu_throughput import NUM_BLOCKS, Bench, preload
-from engine.__main__ import SWITCH_INTERVAL_S
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
@@ -95,7 +93,6 @@ class _Watch:
 
 def measure(bench: Bench) -> dict[str, float]:
     """Milliseconds, by what is measured. The bench must not have written an adapter to the device yet."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with tempfile.TemporaryDirectory() as folder:
         write_cold_adapter(Path(folder))
         network = bench.model.network

@@ -27,7 +27,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -43,7 +42,6 @@ from adapters.folder_store import FolderStore
 from benchmarks.gpu_cold_load import RESERVED, write_cold_adapter
 from benchmarks.gpu_throughput import MAX_NUM_SEQS, NUM_BLOCKS, Bench
 from benchmarks.random_adapters import draw
-from engine.__main__ import SWITCH_INTERVAL_S
 from engine.adapter_readers import NUM_READERS, Readers, reader_of
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
@@ -253,7 +251,6 @@ def measure(size: Size, began: float, budget_seconds: float, root: Path) -> dict
     adapters = Adapters(root, size)
     adapters.begin()
     bench = Bench(8192, num_rank_pages=NUM_PAGES)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     reserved = min(RESERVED, size.host_bytes)
     prepare_loads(bench.model.network, bench.runner.write_adapter, host_bytes=reserved, max_rank=64)
     gc.collect()

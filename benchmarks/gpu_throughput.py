@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.gpu_decode import LLAMA_8B, RandomWeights, floor_ms
 from benchmarks.gpu_timing import copy_bandwidth
+from engine.__main__ import prepare_process
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop, PendingResult
@@ -128,6 +129,7 @@ class Bench:
     def __init__(self, max_num_batched_tokens: int, *, num_rank_pages: int = 64) -> None:
         self.limits = SchedulerLimits(MAX_NUM_SEQS, max_num_batched_tokens, spread_prompts=SPREAD_PROMPTS)
         device = torch.device("cuda")
+        prepare_process()
         began = time.perf_counter()
         self.model = LoadedModel(
             config=LLAMA_8B,

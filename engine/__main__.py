@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,9 @@ from collections.abc import Sequence
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the server's thread may keep the interpreter from the engine's loop (Python's default: 5 ms)."""
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""Page-locks host memory by several threads: 4 GiB in 0.8 s instead of 2.8."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 logger = logging.getLogger("engine")
 
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prepare_process()
 
     from engine.assembly import assemble
     from engine.memory import NotEnoughMemory
@@ -46,6 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+def prepare_process() -> None:
+    """Sets what is one for the process. To be called before torch first uses a GPU."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):  # else the operator knows better
+        os.environ[_ALLOCATOR_VARIABLES[0]] = PINNING
 
 
 if __name__ == "__main__":

@@ -89,9 +89,10 @@ def _rare(sizes: StepSizes) -> Iterator[StepPlan]:
     yield StepPlan(tuple(replace(prompt, seq_id=i) for i in range(count)))
     unseen = StepRow(0, (UNSEEN,), length, blocks, sampling=_PENALIZED)
     held = StepRow(0, [0], length, blocks, sampling=_GREEDY, constraint=_AnyToken(sizes.vocab_size))
-    rows = [replace(unseen, seq_id=i) for i in range(count)]
-    rows += [replace(held, seq_id=i) for i in range(count, min(_FEW_ROWS, sizes.max_num_seqs))]
-    yield StepPlan(tuple(rows), block_copies=((0, sizes.num_blocks - 1),))
+    unseen_rows = tuple(replace(unseen, seq_id=i) for i in range(count))
+    yield StepPlan(unseen_rows, block_copies=((0, sizes.num_blocks - 1),))
+    for sampling in (_GREEDY, _DRAWN):
+        yield StepPlan((replace(held, sampling=sampling),) * min(_FEW_ROWS, sizes.max_num_seqs))
 
 
 class _AnyToken(Constraint):

@@ -10,6 +10,7 @@ before the one ahead of it, and whatever comes next would take that one for fini
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,12 +18,34 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_CARVEOUT, _MOST_SHARED = 9, 100
+"""CUDA's attribute of a kernel: how much of a processor's memory it prefers as shared memory, in percent."""
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """``triton.jit`` for what the host launches: untyped, since launch options are no parameters of it."""
     return triton.jit(function, **options)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _prefer_shared_memory(module: int, function: int, name: str, metadata: object, key: str) -> None:
+    """Has a kernel that is loaded prefer all the shared memory that there is.
+
+    Triton does so with kernels of more than 48 KiB alone. Kernels of two preferences run one after another: a
+    processor must be empty before it is divided anew.
+    """
+    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, _MOST_SHARED)
+    assert error == 0, f"{name}: CUDA error {error}"
+
+
+knobs.runtime.kernel_load_end_hook.add(_prefer_shared_memory)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -89,8 +89,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
 
 
 def _edit(logits: torch.Tensor, edits: TokenEdits | None, allowed: AllowedTokens | None) -> torch.Tensor:
-    """A float32 copy of ``logits`` with the sparse changes, and only what is allowed."""
-    edited = logits.to(torch.float32, copy=True)
+    """A copy of ``logits`` with the sparse changes, which float32 is needed for, and only what is allowed."""
+    edited = logits.clone() if edits is None else logits.to(torch.float32, copy=True)
     pdl = dependent_launch(logits)
     if edits is not None and (num_entries := edits.rows.shape[0]):
         block = 256

@@ -239,7 +239,7 @@ def draw_chunk(
     spoilt = (raw != raw) | (raw == float("inf"))
     value = raw
     if HAS_EDITS:
-        value = tl.load(edited + row.to(tl.int64) * edited_stride + token, mask, float("-inf"))
+        value = tl.load(edited + row.to(tl.int64) * edited_stride + token, mask, float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))
     flag = tl.max(spoilt.to(tl.int32), 0)
     flag += 2 * tl.max((raw > float("-inf")).to(tl.int32), 0)
