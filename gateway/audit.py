@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -159,8 +158,9 @@ class Audit:
         return AuditPage(found, at)
 
     async def trim(self, keep_days: int) -> None:
-        """Removes entries older than that many days."""
-        oldest_ms = int(time.time() * 1000) - keep_days * _DAY_MS
+        """Removes entries older than that many days, on Redis' clock: a gateway's may be wrong by months."""
+        seconds, micros = await self._redis.time()
+        oldest_ms = seconds * 1000 + micros // 1000 - keep_days * _DAY_MS
         await self._redis.xtrim(AUDIT_STREAM, minid=str(oldest_ms), approximate=False)
 
 

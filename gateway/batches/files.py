@@ -204,11 +204,10 @@ class Files:
 
     async def expired(self, most: int, *, after: int = 0) -> Sequence[tuple[str, str]]:
         """Files whose time is over, as tenant and id, the longest first: at most so many, behind the first
-        `after` of them.
+        `after` of them. By Redis' clock: a gateway's may be wrong, and what is removed is gone.
         """
-        found: list[Any] = await self._redis.zrangebyscore(
-            ALL_FILES, "-inf", time.time(), start=after, num=most
-        )
+        seconds, _ = await self._redis.time()
+        found: list[Any] = await self._redis.zrangebyscore(ALL_FILES, "-inf", seconds, start=after, num=most)
         return [_pair(member) for member in found]
 
     async def of_tenant(self, tenant: str) -> Sequence[str]:

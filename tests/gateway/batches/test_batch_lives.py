@@ -286,6 +286,19 @@ async def test_a_holder_whose_lease_is_over_changes_nothing(valkey_url: str) -> 
         assert await batches.claim(()) is not None
 
 
+async def test_a_gateway_whose_clock_is_wrong_removes_nothing(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        files = Files(redis)
+        kept = new_file("acme", "a", "batch", 10, kept_s=3600)
+        await files.add(kept, most_bytes=None)
+        wrong = time.time() + 30 * 24 * 3600
+        monkeypatch.setattr(time, "time", lambda: wrong)
+        assert await Upkeep(redis, files, FolderFiles(tmp_path)).remove_expired() == 0
+        assert await files.find("acme", kept.id, even_expired=True) == kept
+
+
 async def test_upkeep_removes_what_is_over_and_what_nobody_knows(valkey_url: str, tmp_path: Path) -> None:
     store = FolderFiles(tmp_path / "files")
     source = tmp_path / "source"
