@@ -13,9 +13,10 @@ All adapters lie in a folder store, and are read as an engine reads them, which 
 has. To have them written in seconds, only some have weights of their own, and the others hard links to these;
 that spares the system's page cache, and no step of a load.
 
-Throughput is that of the time in which all seats are taken: from when they are, and a request has ended, to
-when the last one comes. `seats` is the mean of how many are taken then. What comes first is not counted:
-short requests, until pages and host memory are full.
+Throughput is that of the time in which all seats are taken: from when they are, and as many requests as half
+the seats have ended, so that those that began together do not count, to when the last one comes. `seats` is
+the mean of how many are taken then. What comes first is not counted: short requests, until pages and host
+memory are full.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Size:
     adapters: int = 2000
     files: int = 500
     """Adapters whose weights are a file of their own."""
-    requests: int = 704
+    requests: int = 896
     waiting: int = 64
     """Requests that are here beyond those that can run."""
     host_bytes: int = RESERVED
@@ -131,13 +132,13 @@ class Adapters:
 
 
 class Tally:
-    """What came when: tokens, the first end, the last request; and how many seats were taken."""
+    """What came when: tokens, ends, the last request; and how many seats were taken."""
 
     def __init__(self) -> None:
         self.num_ended = 0
         self.last_sent = 0.0
         self._began = time.perf_counter()
-        self._first_end = 0.0
+        self._settled = 0.0
         self._tokens: list[tuple[float, int]] = []
         self._seats: list[tuple[float, int]] = []
 
@@ -148,8 +149,8 @@ class Tally:
             assert not any(finished.error for finished in news.finished), news.finished[:1]
             self._tokens.append((now, len(news.tokens)))
             self.num_ended += len(news.finished)
-            if news.finished and not self._first_end:
-                self._first_end = now
+            if self.num_ended >= MAX_NUM_SEQS // 2 and not self._settled:
+                self._settled = now
 
     def note_seats(self, count: int) -> None:
         """A step has been planned, of so many running sequences."""
@@ -158,8 +159,8 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """Tokens a second, over the whole and while all seats were taken, and what that time was like."""
         full = next((at for at, count in self._seats if count >= MAX_NUM_SEQS), 0.0)
-        begin, end = max(self._first_end, full), self.last_sent
-        if not self._first_end or end <= begin:
+        begin, end = max(self._settled, full), self.last_sent
+        if not self._settled or end <= begin:
             return {}
         tokens = sum(count for at, count in self._tokens if begin < at <= end)
         seats = [count for at, count in self._seats if begin < at <= end]

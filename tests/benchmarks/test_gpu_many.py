@@ -31,15 +31,16 @@ def test_some_adapters_have_weights_of_their_own_and_the_others_share_these(tmp_
 def test_the_time_in_which_all_seats_are_taken_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(gpu_many.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(gpu_many, "MAX_NUM_SEQS", 4)
     tally = Tally()
     assert tally.figures() == {}
     for second in range(1, 11):
         now[0] = float(second)
         tally.note_seats(gpu_many.MAX_NUM_SEQS if second >= 4 else 3)
-        ends = [Finished(second, 0, FinishReason.LENGTH)] if second in (3, 9) else []
+        ends = [Finished(second, 0, FinishReason.LENGTH)] if second in (2, 3, 9) else []
         tally.deliver({"bench": LinkOutput(tokens=[0] * second, finished=ends)})
         if second <= 8:
             tally.last_sent = now[0]
     figures = tally.figures()
     assert figures["sustained"] == (5 + 6 + 7 + 8) / 4 and figures["sustained_seconds"] == 4.0
-    assert figures["whole"] == 5.5 and tally.num_ended == 2 and figures["step_ms"] == 1000.0
+    assert figures["whole"] == 5.5 and tally.num_ended == 3 and figures["step_ms"] == 1000.0
