@@ -1,4 +1,4 @@
-"""Who may read an adapter now: few at once, and a read that hangs keeps its place for a while only."""
+"""How an adapter is read, and who may read one now: few at once, and none that hangs keeps a place for long."""
 
 from __future__ import annotations
 
