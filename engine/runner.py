@@ -80,8 +80,22 @@ class Runner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        for plan in warm_up_steps(sizes, self._page_widths, on_gpu=self._device.type == "cuda"):
+        on_gpu = self._device.type == "cuda"
+        for plan in warm_up_steps(sizes, self._page_widths, on_gpu=on_gpu):
             self.execute(plan)
+        if on_gpu:
+            self._rehearse_logits(max_num_seqs)
+
+    @torch.inference_mode()
+    def _rehearse_logits(self, max_num_seqs: int) -> None:
+        """Which of cuBLAS's kernels makes the logits depends on how many rows there are, and to load one
+        holds the host up for 16 ms. All other products of decodes have the sizes of graphs.
+        """
+        hidden = torch.zeros(
+            (max_num_seqs, self._network.config.hidden_size), dtype=self._network.dtype, device=self._device
+        )
+        for count in range(1, max_num_seqs + 1):
+            self._network.logits(hidden[:count])
 
     def capture_graphs(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Capture steps of up to ``max_num_seqs`` rows as CUDA graphs, and run them so from now on.
