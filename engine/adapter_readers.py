@@ -1,4 +1,4 @@
-"""How an adapter is read, and who may read one now: few at once, and none that hangs keeps a place for long."""
+"""How an adapter is read, and who may read one now: few at once, and none keeps a place for long."""
 
 from __future__ import annotations
 
