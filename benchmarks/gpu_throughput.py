@@ -12,6 +12,7 @@ the part that the device spends in the captured graph. "64 in 8" has rank pages 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import random
@@ -170,6 +171,8 @@ class Bench:
         }
         self.adapter = random_adapter()
         self._rng = random.Random(0)
+        gc.collect()
+        gc.freeze()  # as an engine does before it serves
 
     def serve(self, count: int, prompt: int, output: int, case: tuple[int, int]) -> tuple[float, TimedRunner]:
         """Seconds for ``count`` requests that come at once, adapters preloaded if all of them fit."""
