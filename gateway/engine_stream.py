@@ -3,12 +3,14 @@ choices as they come, from whichever engine runs them.
 
 A choice's state is its seed and the tokens received so far, and the noise of a draw depends on (seed,
 position, token) alone. So when a link breaks, each unfinished choice is submitted anew with its tokens, to
-any engine of the same model, and goes on as if nothing had happened.
+any engine of the same model, and goes on as if nothing had happened. Not without end: one that is the reason
+why engines die would walk through all there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +19,17 @@ from typing import Protocol
 
 from gateway.engine_link import EngineLink
 from gateway.errors import ApiError
-from gateway.refusals import deadline_passed, engine_lost, no_engine, refused_by_all
+from gateway.refusals import deadline_passed, engine_lost, lost_too_often, no_engine, refused_by_all
 from protos.engine_pb2 import Finished, FinishReason, LinkRequest, Started, Submit, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 _REFUSAL_MEMORY_S = 1.0
 # An engine ends a request at its deadline by itself; one that says nothing for so long after it has stopped.
 _DEADLINE_GRACE_S = 2.0
+
+_MOST_LOSSES = 3
+"""Engines that may be lost while they compute one choice."""
 
 MOST_AT_ONCE = 256
 """Choices of a request that engines have at a time. Of more prompts the next take their turn as others end,
@@ -61,6 +68,8 @@ class _Choice:
     seed: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
+    is_computed: bool = False  # by the engine that has it now; else it waits there
+    losses: int = 0  # of engines that computed it
     link: EngineLink | None = None
     request_id: int = 0
     wire_choice: int = 0
@@ -205,6 +214,8 @@ class EngineStream:
         if self.queue_s is None:
             self.queue_s = started.queue_us / 1e6
         self._started = self._accepted = True
+        for choice in choices:
+            self._choices[choice].is_computed = True
         self._give_up_at = None
         self._wake()
 
@@ -224,6 +235,10 @@ class EngineStream:
     def on_lost(self, choices: Sequence[int]) -> None:
         """See Receiver."""
         self._accepted = True
+        for choice in choices:
+            state = self._choices[choice]
+            state.losses += state.is_computed
+            state.is_computed = False
         self._displace(choices)
 
     def _displace(self, choices: Sequence[int]) -> None:
@@ -287,6 +302,7 @@ class EngineStream:
     def _submit_next(self) -> bool:
         """Makes the next submission, before the deadline. Returns whether there is an engine for it."""
         choices, message = self._next_to_place()
+        self._check_losses(choices)
         message.submit.deadline_ms = max(1, round(1000 * (self._deadline - time.monotonic())))
         link = self._placer.choose(message.submit, self._model_digest, set(self._refused_by))
         if link is None:
@@ -299,6 +315,18 @@ class EngineStream:
         self._unplaced.difference_update(choices)
         self._placed.update(choices)
         return True
+
+    def _check_losses(self, choices: Sequence[int]) -> None:
+        """Raises ApiError 500 for what may be the reason why engines were lost."""
+        if max(self._choices[choice].losses for choice in choices) < _MOST_LOSSES:
+            return
+        submit = self._choices[choices[0]].submit
+        adapter = submit.adapter_digest.hex()[:12] or "none"
+        logger.error(
+            "%d engines were lost that computed a request of tenant %s with adapter %s: no other gets it",
+            *(_MOST_LOSSES, submit.tenant, adapter),
+        )
+        raise lost_too_often(_MOST_LOSSES)
 
     def _next_to_place(self) -> tuple[list[int], LinkRequest]:
         """Returns the choices of one submission, and it: a

@@ -37,6 +37,17 @@ def engine_lost() -> ApiError:
     return unavailable("The engine that ran this request was lost, and no other came in time. Try again.")
 
 
+def lost_too_often(times: int) -> ApiError:
+    """Returns the 500 for a request with which engines were lost, one after the other."""
+    return ApiError(
+        500,
+        f"{times} engines were lost while they computed this request, so it was not given to another. If "
+        "that happens again with the same request, tell your operator.",
+        type="server_error",
+        code="engines_lost",
+    )
+
+
 def no_engine() -> ApiError:
     """Returns the 503 for a request that finds no engine at all."""
     return unavailable("No engine is ready. Try again shortly.")
