@@ -112,6 +112,8 @@ def _register(
     info = core.model_info
     engine_id = "engine-" + hashlib.sha256(address.encode()).hexdigest()[:8]
     logger.info("this engine is %s, at %s", engine_id, address)
+    if settings.is_local_only:
+        logger.warning("gateways on other machines cannot reach %s: set --host and --advertise", address)
 
     async def make_lease() -> EngineLease:
         status = await service.status()

@@ -6,10 +6,12 @@ A flag wins over the environment, the environment over the default. Both are rea
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -157,6 +159,20 @@ class EngineSettings(BaseSettings):
             return self.advertise
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
         return f"{host}:{port}"
+
+    @property
+    def is_local_only(self) -> bool:
+        """Whether Redis is on another machine, whose gateways cannot reach the address that is advertised."""
+        redis_host = urlsplit(self.redis_url or "").hostname
+        own_host = self.advertised(0).rpartition(":")[0]
+        return redis_host is not None and not _is_loopback(redis_host) and _is_loopback(own_host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> EngineSettings:

@@ -64,6 +64,23 @@ def test_the_address_for_gateways() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "is_local_only"),
+    [
+        (["--redis-url=redis://10.0.0.2:6379/0"], True),
+        (["--redis-url=redis://redis:6379/0", "--host=0.0.0.0", "--advertise=localhost:1"], True),
+        (["--redis-url=redis://redis:6379/0", "--host=::1"], True),
+        (["--redis-url=redis://10.0.0.2:6379/0", "--host=0.0.0.0"], False),
+        (["--redis-url=redis://10.0.0.2:6379/0", "--advertise=10.0.0.7:50051"], False),
+        (["--redis-url=redis://127.0.0.1:6380/0"], False),
+        (["--redis-url=unix:///run/redis.sock"], False),
+        ([], False),
+    ],
+)
+def test_an_engine_that_others_cannot_reach_is_noticed(given: list[str], is_local_only: bool) -> None:
+    assert parse_args(["--model=m", *given]).is_local_only == is_local_only
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ([], "--model (or LORAPLEX_ENGINE_MODEL) is required"),
