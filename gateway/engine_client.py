@@ -52,7 +52,7 @@ class EngineFleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._models: dict[str, ModelInfo] = {}
         self._sizes_differ = False
-        self._announced: set[tuple[str, bytes]] = set()  # by engine; the next leases will show them
+        self._looked_for: set[tuple[bytes, bytes]] = set()  # adapters and models, since the last leases
         self._change = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
         self._redis_away = False
@@ -129,15 +129,15 @@ class EngineFleet:
         """Has the engine that a request for this adapter will probably go to begin to read it.
 
         Call it when the request comes, before its tokens are made. Does nothing when the adapter is in the
-        engine's memory, when there is no engine, or when it has just been announced there.
+        engine's memory, when there is no engine, or when it was called for this adapter just before.
         """
-        link = self.choose(Submit(adapter_digest=digest), model_digest, set())
-        if link is None or self._candidate(link, digest.hex()).resident:
+        if (digest, model_digest) in self._looked_for:
             return
-        announced = (link.engine_id, digest)
-        if announced not in self._announced:
-            self._announced.add(announced)
-            link.announce(digest)
+        link = self.choose(Submit(adapter_digest=digest), model_digest, set())
+        if link is not None:
+            self._looked_for.add((digest, model_digest))
+            if not self._candidate(link, digest.hex()).resident:
+                link.announce(digest)
 
     def open(self, submits: Sequence[Submit], *, model_digest: bytes, deadline: float) -> EngineStream:
         """Returns the stream of a request of one or more prompts; the caller must close it.
@@ -243,7 +243,7 @@ class EngineFleet:
         ends those whose lease is gone and which are down.
         """
         self._lease_of = leases
-        self._announced.clear()
+        self._looked_for.clear()
         for engine_id, link in list(self._links.items()):
             lease = leases.get(engine_id)
             if (lease is None and not link.ready) or (lease is not None and lease.address != link.address):

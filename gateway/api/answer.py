@@ -147,6 +147,7 @@ async def _answer_whole(
     """
     collected: list[list[Piece]] = [[] for _ in range(choices)]
     with generation:
+        await asyncio.sleep(0)  # what follows is done while the engine's link sends it, and the engine works
         headers = generation.admission.raw_headers()
         async with DisconnectWatch(request.scope, request.receive, generation.close):
             while pieces := await generation.next():
