@@ -13,7 +13,6 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.loop_timeout import LoopTimeout
@@ -44,11 +43,16 @@ async def read_json(request: Request, kind: type[Body]) -> Body:
     raw = bytearray()
     try:
         async with LoopTimeout(MAX_BODY_S):
-            async for chunk in request.stream():
-                raw += chunk
+            more = True
+            while (
+                more
+            ):  # `request.stream()` would be a generator for each, which the event loop keeps a list of
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise invalid_request("The body broke off.")
+                raw += message.get("body", b"")
+                more = message.get("more_body", False)
                 _check_size(len(raw), MAX_BODY_BYTES)
-    except ClientDisconnect:
-        raise invalid_request("The body broke off.") from None
     except TimeoutError:
         raise _too_slow() from None
     request.state.body_bytes = len(raw)

@@ -1,7 +1,7 @@
 """What a tenant has used of its limits, in Redis: the scripts' common text, and the one that admits.
 
     loraplex:{<tenant>}:window:<subject>   hash: <kind> used in the current window, <kind>:start its first ms
-    loraplex:{<tenant>}:month:<yyyy-mm>    tokens of a UTC month, input and output; kept for 70 days
+    loraplex:{<tenant>}:month:<yyyy-mm>    tokens of a UTC month, input and output; for 70 days
     loraplex:{<tenant>}:leases[:<subject>] sorted set of running requests, by when each is given up, in ms
     loraplex:{<tenant>}:open               hash: request id -> what it holds, and its ledger entry so far
 
@@ -61,8 +61,7 @@ end
 
 local function add_to_month(root, month, tokens)
     local key = root .. ':month:' .. month
-    redis.call('INCRBY', key, tokens)
-    redis.call('EXPIRE', key, 70 * 86400)
+    if redis.call('INCRBY', key, tokens) == tokens then redis.call('EXPIRE', key, 70 * 86400) end -- it is new
 end
 
 -- Gives back what a request has not used of what it held, and adds the rest to its month. `reserved` is what
@@ -118,7 +117,7 @@ local month = month_of(now)
 local PLACES = {requests_per_minute = 1, input_tokens_per_minute = 3, output_tokens_per_minute = 5}
 
 -- A subject's windows are read together and written together: a command costs more than what it moves.
-local read, written = {}, {}
+local read, written, begun = {}, {}, {}
 
 local function windows_of(subject)
     local found = read[subject]
@@ -176,7 +175,7 @@ for index, limit in ipairs(ask.limits) do
         add_to_month(root, month, amount)
     else
         local start, fields = reply[at + 1], written[subject]
-        if start == 0 then start = now end
+        if start == 0 then start, begun[subject] = now, true end
         reply[at + 1] = start
         if not fields then
             fields = {}
@@ -189,7 +188,7 @@ end
 for subject, fields in pairs(written) do
     local key = window_key(root, subject)
     redis.call('HSET', key, unpack(fields))
-    redis.call('PEXPIRE', key, ask.window)
+    if begun[subject] then redis.call('PEXPIRE', key, ask.window) end -- it has until the last window's end
 end
 local reserved = {month = month, month_tokens = month_tokens, windows = windows, leases = leases}
 local open = '{"reserved":' .. cjson.encode(reserved) .. ',"entry":' .. ARGV[3] .. '}'

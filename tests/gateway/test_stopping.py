@@ -12,7 +12,7 @@ import pytest
 from gateway.accounts.headers import NO_STANDINGS
 from gateway.api.answer import _answer
 from gateway.errors import ApiError
-from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.schemas.chat import ChatRequest
 from gateway.sse import DONE, EventStream
 
 
@@ -69,7 +69,8 @@ class Connection:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_has_not_begun_is_refused(stream: bool) -> None:
-    body = ChatRequest(model="tiny", messages=[ChatMessage(role="user", content="Hello")], stream=stream)
+    messages = [{"role": "user", "content": "Hello"}]
+    body = ChatRequest.model_validate({"model": "tiny", "messages": messages, "stream": stream})
     call = _answer(cast(Any, Connection()), cast(Any, Waiting()), cast(Any, None), body, choices=1)
     answering = asyncio.create_task(call)
     for _ in range(100):  # until it waits

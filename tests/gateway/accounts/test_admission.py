@@ -184,6 +184,18 @@ async def test_each_window_begins_with_its_own_first_use(redis: Redis) -> None:
     assert starts[1] == {"requests_per_minute": first}
 
 
+async def test_what_is_counted_is_forgotten_in_time(redis: Redis) -> None:
+    gate = Gate(redis, window_ms=60_000)
+    who = caller(RateLimits(requests_per_minute=10), month=1000, key=RateLimits(input_tokens_per_minute=100))
+    for _ in range(2):
+        await gate.admit(who)
+        keys = [key async for key in redis.scan_iter("loraplex:{acme}:[wm]*")]
+        assert len(keys) == 3
+        for key in keys:
+            is_month = b":month:" in key
+            assert 0 < await redis.ttl(key) <= (70 * 86400 if is_month else 60)
+
+
 async def test_spent_requests_are_refused_from_memory_until_the_limit_changes(redis: Redis) -> None:
     gate, who = Gate(redis), caller(RateLimits(requests_per_minute=1))
     await gate.admit(who)
