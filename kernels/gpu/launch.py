@@ -35,7 +35,9 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _prefer_shared_memory(module: int, function: int, name: str, metadata: object, key: str) -> None:
+def _prefer_shared_memory(
+    module: object, function: Any, name: str, metadata_group: dict[str, str], hash: str
+) -> None:
     """Has a kernel that is loaded prefer all the shared memory that there is.
 
     Triton does so with kernels of more than 48 KiB alone. Kernels of two preferences run one after another: a
