@@ -40,13 +40,11 @@ async def read_json(request: Request, kind: type[Body]) -> Body:
     HTTPException 413 for more than MAX_BODY_BYTES, and 408 for what has not come after MAX_BODY_S.
     """
     _check_encoding(request.headers.get("content-encoding", ""))
-    raw = bytearray()
+    raw, more = bytearray(), True
     try:
         async with LoopTimeout(MAX_BODY_S):
-            more = True
-            while (
-                more
-            ):  # `request.stream()` would be a generator for each, which the event loop keeps a list of
+            # Not `request.stream()`, which is a generator: the event loop keeps a list of those.
+            while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise invalid_request("The body broke off.")
