@@ -85,7 +85,7 @@ class Size:
     """How much of everything."""
 
     adapters: int = 2000
-    requests: int = 60
+    requests: int = 52
     rounds: int = 4
     concurrency: int = 16
     prompt_tokens: int = 128
