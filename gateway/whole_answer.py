@@ -27,7 +27,7 @@ class WholeAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
         extension = scope.get("extensions", {}).get(EXTENSION)
-        if extension is not None:
+        if extension is not None and self.status_code == 200:
             headers = self.raw_headers + id_headers(scope)
             lines = b"".join([b"%b: %b\r\n" % header for header in headers])
             if extension["send"](scope, lines, self.body):
