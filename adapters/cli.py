@@ -185,8 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _state_line(engine: str, state: Mapping[str, Any]) -> str:
     """Where an engine has an adapter, and what it has been through there."""
     pinned = ", pinned" if state["pinned"] else ""
+    requests = state["requests"]
     return (
-        f"on {engine}: {state['tier']}{pinned}; requests that found it loaded: {state['hits']}; loads: "
+        f"on {engine}: {state['tier']}{pinned}; requests that found it on the device: {requests['device']}, "
+        f"in host memory: {requests['host']}, in neither: {requests['none']}; loads: "
         f"{state['loads']}, the last in {state['load_seconds']:.3f} s; evictions: {state['evictions']}"
     )
 

@@ -11,13 +11,20 @@ MAX_HISTORIES = 4096
 
 @dataclass(slots=True)
 class AdapterHistory:
-    """One adapter's figures: requests that found it on the device or in host memory on arrival, loads into
-    host memory with the seconds of the last, and times that it had to leave the device."""
+    """One adapter's figures: requests by where it was when they arrived, loads into host memory with the
+    seconds of the last, and times that it had to leave the device."""
 
-    hits: int = 0
+    requests_device: int = 0
+    requests_host: int = 0
+    requests_cold: int = 0
     loads: int = 0
     load_seconds: float = 0.0
     evictions: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Requests that found it on the device or in host memory."""
+        return self.requests_device + self.requests_host
 
 
 @dataclass(slots=True)
@@ -57,14 +64,16 @@ class AdapterCounters:
 
     def note_request(self, digest: bytes, *, on_device: bool, in_host: bool) -> None:
         """A request for an adapter has come."""
+        history = self.history(digest)
         if on_device:
             self.requests_device += 1
+            history.requests_device += 1
         elif in_host:
             self.requests_host += 1
+            history.requests_host += 1
         else:
             self.requests_cold += 1
-            return
-        self.history(digest).hits += 1
+            history.requests_cold += 1
 
     def note_loaded(self, digest: bytes, *, was_local: bool, seconds: float) -> None:
         """An adapter has been read."""

@@ -188,4 +188,6 @@ def _to_state(adapter: AdapterStatus) -> pb.AdapterState:
         loads=adapter.history.loads,
         load_seconds=adapter.history.load_seconds,
         evictions=adapter.history.evictions,
+        hits_device=adapter.history.requests_device,
+        misses=adapter.history.requests_cold,
     )

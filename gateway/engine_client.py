@@ -117,6 +117,11 @@ class EngineFleet:
                 "tier": Residency.Name(state.residency).removeprefix("RESIDENCY_").lower(),
                 "pinned": state.pinned,
                 "hits": state.hits,
+                "requests": {
+                    "device": state.hits_device,
+                    "host": state.hits - state.hits_device,
+                    "none": state.misses,
+                },
                 "loads": state.loads,
                 "load_seconds": round(state.load_seconds, 4),
                 "evictions": state.evictions,

@@ -343,7 +343,7 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ...) -> None: ...
 
 class AdapterState(_message.Message):
-    __slots__ = ("digest", "residency", "rank", "pages", "references", "pinned", "hits", "loads", "load_seconds", "evictions")
+    __slots__ = ("digest", "residency", "rank", "pages", "references", "pinned", "hits", "loads", "load_seconds", "evictions", "hits_device", "misses")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +354,8 @@ class AdapterState(_message.Message):
     LOADS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    HITS_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     residency: Residency
     rank: int
@@ -364,7 +366,9 @@ class AdapterState(_message.Message):
     loads: int
     load_seconds: float
     evictions: int
-    def __init__(self, digest: _Optional[bytes] = ..., residency: _Optional[_Union[Residency, str]] = ..., rank: _Optional[int] = ..., pages: _Optional[int] = ..., references: _Optional[int] = ..., pinned: _Optional[bool] = ..., hits: _Optional[int] = ..., loads: _Optional[int] = ..., load_seconds: _Optional[float] = ..., evictions: _Optional[int] = ...) -> None: ...
+    hits_device: int
+    misses: int
+    def __init__(self, digest: _Optional[bytes] = ..., residency: _Optional[_Union[Residency, str]] = ..., rank: _Optional[int] = ..., pages: _Optional[int] = ..., references: _Optional[int] = ..., pinned: _Optional[bool] = ..., hits: _Optional[int] = ..., loads: _Optional[int] = ..., load_seconds: _Optional[float] = ..., evictions: _Optional[int] = ..., hits_device: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)

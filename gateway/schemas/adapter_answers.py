@@ -50,12 +50,21 @@ class Adapter(AdapterVersion):
     pinned: bool
 
 
+class RequestsByTier(TypedDict):
+    """Requests for an adapter, by the memory that it was in when they came; `none`: it had to be read."""
+
+    device: int
+    host: int
+    none: int
+
+
 class AdapterOnEngine(TypedDict):
     """Where an engine has the live version, and what it has been through since the engine started."""
 
     tier: Annotated[str, Field(examples=["device", "host"])]
     pinned: bool
-    hits: int
+    hits: Annotated[int, Field(description="Requests that found it in either memory.")]
+    requests: RequestsByTier
     loads: int
     evictions: int
     load_seconds: float

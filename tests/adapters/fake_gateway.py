@@ -83,6 +83,7 @@ class FakeGateway:
                 "tier": "device",
                 "pinned": True,
                 "hits": 5,
+                "requests": {"device": 4, "host": 1, "none": 2},
                 "loads": 2,
                 "load_seconds": 0.02,
                 "evictions": 1,

@@ -110,7 +110,8 @@ def test_lists_and_shows(gateway: FakeGateway, folder: Path, run: Run) -> None:
     assert shown.out.startswith(f"sql@2  sha256:{'ab' * 32}\nsql means sql@2\n")
     assert re.findall(r"^sql@\d", shown.out, re.MULTILINE) == ["sql@2", "sql@1", "sql@2"]
     assert "2023-11-14" in shown.out and shown.out.endswith(
-        "on engine-1: device, pinned; requests that found it loaded: 5; loads: 2, the last in 0.020 s; "
+        "on engine-1: device, pinned; requests that found it on the device: 4, in host memory: 1, "
+        "in neither: 2; loads: 2, the last in 0.020 s; "
         "evictions: 1\n"
     )
 

@@ -345,6 +345,7 @@ async def test_one_adapter_is_shown_with_what_it_has_been_through() -> None:
         assert (state.residency, state.loads) == (pb.RESIDENCY_DEVICE, 1)
         # Its load begins when the request is submitted, and may have ended when the loop takes that in.
         assert state.hits in (1, 2)
+        assert (state.hits + state.misses, state.hits_device) == (2, 1)
         assert state.load_seconds > 0 and not state.pinned
         missing = pb.ListAdaptersRequest(digest=digest_of("missing"))
         (state,) = (await serving.stub.ListAdapters(missing)).adapters

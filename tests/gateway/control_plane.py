@@ -90,7 +90,8 @@ class Engines:
 
     async def adapter_states(self, digest: bytes) -> dict[str, dict[str, Any]]:
         counts = {"hits": 3, "loads": 2, "evictions": 1, "load_seconds": 0.25}
-        return {"engine-1": {"tier": "device", "pinned": False, **counts}}
+        requests = {"device": 2, "host": 1, "none": 1}
+        return {"engine-1": {"tier": "device", "pinned": False, "requests": requests, **counts}}
 
     async def unload(self, digest: bytes) -> None:
         self.unloaded.append(digest)

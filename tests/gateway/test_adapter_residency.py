@@ -56,13 +56,15 @@ def test_show_says_where_an_adapter_is_and_what_it_has_been_through(stack: Local
     stack.add_adapter("acme", "warm", WARM)
     stack.add_adapter("acme", "cold", COLD)
     stack.engines[0].states[WARM] = pb.AdapterState(
-        residency=pb.RESIDENCY_DEVICE, pinned=True, hits=7, loads=3, load_seconds=0.0212, evictions=2
-    )
+        residency=pb.RESIDENCY_DEVICE, pinned=True, hits=7, loads=3, load_seconds=0.0212, evictions=2,
+        hits_device=5, misses=4,
+    )  # fmt: skip
     headers = {"Authorization": f"Bearer {key}"}
     shown = httpx.get(f"{stack.url}/v1/adapters/warm", headers=headers).json()
     assert shown["engines"] == {
         "engine-1": {
-            "tier": "device", "pinned": True, "hits": 7, "loads": 3, "load_seconds": 0.0212, "evictions": 2
+            "tier": "device", "pinned": True, "hits": 7, "loads": 3, "load_seconds": 0.0212, "evictions": 2,
+            "requests": {"device": 5, "host": 2, "none": 4},
         }
     }  # fmt: skip
     assert httpx.get(f"{stack.url}/v1/adapters/cold", headers=headers).json()["engines"] == {}
