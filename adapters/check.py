@@ -163,7 +163,8 @@ def check(
 ) -> None:
     """Check an adapter without uploading it: exit code 0 if it would be served, 1 if not, and why.
 
-    Without --model or --url it is checked against itself only: not whether it fits a base model.
+    Without --model or --url it is checked against itself only: not whether it fits a base model. A tokenizer
+    of its own is left to the upload.
 
     Example: adapters check ./pirate --model ./SmolLM2-135M-Instruct.gguf
     """
@@ -217,7 +218,8 @@ def _print(report: CheckReport) -> None:
     if layout.invocation_tokens:
         notes.append(f"activated by {len(layout.invocation_tokens)} tokens")
     if report.tokenizer_files:
-        notes.append(f"tokenizer files: {', '.join(report.tokenizer_files)}")
+        names = ", ".join(report.tokenizer_files)
+        notes.append(f"tokenizer files, which only a server can judge: {names}")
     if not report.effect:
         notes.append("changes nothing")
     typer.echo("; ".join(notes))
