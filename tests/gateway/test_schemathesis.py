@@ -76,6 +76,13 @@ def inhabitants(
         stack.stop()
 
 
+def test_no_operation_is_left_out() -> None:
+    described = {
+        f"{method.upper()} {path}" for path, methods in DOCUMENT["paths"].items() for method in methods
+    }
+    assert {operation.label for operation in OPERATIONS} == described
+
+
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_every_answer_is_one_that_the_description_names(operation: Any, inhabitants: Inhabitants) -> None:
     inhabitants.settle()
