@@ -71,11 +71,17 @@ if wanted == '' and canary then return {version, record, canary, record_of(owner
 return {version, record}
 """
 
-# → {name, live version, shown version, record, canary, percent, pinned}, of each name. Shown is the live
-# version, or the newest when none is live.
-_LIST = """
-local tenant = ARGV[1]
-local result, live = {}, redis.call('HGETALL', at('live', tenant))
+_LISTED_AT_ONCE = 200
+"""Names of a tenant that a script looks at, about, so that who has thousands holds nobody else up."""
+
+# → where to go on, '0' at the end, and {name, live version, shown version, record, canary, percent, pinned}
+# of some names. Shown is the live version, or the newest when none is live.
+_LIST = (
+    f"local LISTED_AT_ONCE = {_LISTED_AT_ONCE}"
+    + """
+local tenant, cursor = unpack(ARGV)
+local scanned = redis.call('HSCAN', at('live', tenant), cursor, 'COUNT', LISTED_AT_ONCE)
+local result, live = {scanned[1]}, scanned[2]
 for i = 1, #live, 2 do
     local name, shown = live[i], live[i + 1]
     if shown == '0' then shown = newest_of(tenant, name) end
@@ -86,6 +92,7 @@ for i = 1, #live, 2 do
 end
 return result
 """
+)
 
 # → {live version, canary, percent, pinned, versions and records, grants}, or nothing.
 _SHOW = """
@@ -264,9 +271,18 @@ class Registry:
         return Resolution(live, Canary(read_version(owner, ref.name, *found[2:4]), float(found[4])))
 
     async def list(self, tenant: str) -> Sequence[AdapterName]:
-        """The tenant's names, in their order, without all their versions."""
-        found = [_listed(tenant, *row) for row in await self._list(check_tenant(tenant))]
-        return sorted(found, key=lambda item: item.name)
+        """The tenant's names, in their order, without all their versions.
+
+        Of very many, one that is made, renamed or deleted meanwhile may be there or not.
+        """
+        found: dict[str, AdapterName] = {}
+        cursor = "0"
+        while True:
+            reply = await self._list(check_tenant(tenant), cursor)
+            cursor = text(reply[0])
+            found |= {item.name: item for item in (_listed(tenant, *row) for row in reply[1:])}
+            if cursor == "0":
+                return [found[name] for name in sorted(found)]
 
     async def show(self, tenant: str, name: str) -> AdapterName | None:
         """The tenant's name with all its versions and grants, or None if there is no such name."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -96,6 +97,29 @@ async def test_lists_names_in_order_with_their_live_versions(registry: Registry)
     b = await registry.add_version("acme", "b", TWO)
     a = await registry.add_version("acme", "a", ONE)
     assert [item.live for item in await registry.list("acme")] == [a, b]
+
+
+async def test_very_many_names_are_listed_in_parts(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a tenant that lists thousands keeps nobody else from Redis for long."""
+    count = 2000
+    for first in range(0, count, 50):
+        names = [f"a{number}" for number in range(first, first + 50)]
+        await asyncio.gather(*(registry.add_version("acme", name, summary(name)) for name in names))
+    parts: list[int] = []
+    ask = registry._list
+
+    async def counted(*args: str) -> Any:
+        reply = await ask(*args)
+        parts.append(len(reply) - 1)
+        return reply
+
+    monkeypatch.setattr(registry, "_list", counted)
+    listed = await registry.list("acme")
+    assert [item.name for item in listed] == sorted(f"a{number}" for number in range(count))
+    assert all(item.live == item.newest for item in listed)
+    assert max(parts) <= count / 4
 
 
 async def test_versions_are_in_the_order_of_numbers(registry: Registry) -> None:
