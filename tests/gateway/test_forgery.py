@@ -17,9 +17,18 @@ VICTIM, ATTACKER = "victim", "attacker"
 VICTIMS_DIGEST, ATTACKERS_DIGEST = b"\xc1" * 32, b"\xa1" * 32
 SALT = "salt"
 NOTHING: Mapping[str, Any] = {}
+MESSAGES = [{"role": "user", "content": "Hello"}]
 ROUTES: Mapping[str, Mapping[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
-    "/v1/completions": {"prompt": "Hello"},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1, "seed": 1},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 1, "seed": 1},
+}
+OTHER_ROUTES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1, "seed": 1},
+    "/v1/embeddings": {"input": "Hello"},
+}
+OTHER_CLAIMS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/messages": {"metadata": {"user_id": VICTIM}},
+    "/v1/embeddings": {"user": VICTIM},
 }
 BODIES: tuple[Mapping[str, Any], ...] = (
     {"user": VICTIM},
@@ -60,7 +69,7 @@ class Attack:
     ) -> httpx.Response:
         return httpx.post(
             f"{self.stack.url}{route}{query}",
-            json={"model": "sql", "max_tokens": 1, "seed": 1, **ROUTES[route], **body},
+            json={"model": "sql", **{**ROUTES, **OTHER_ROUTES}[route], **body},
             headers={"Authorization": f"Bearer {self.keys[tenant]}", **headers},
             timeout=30,
         )
@@ -90,6 +99,18 @@ def test_claims_change_nothing_of_what_reaches_an_engine(attack: Attack, route: 
     for headers in HEADERS:
         assert attack.reaches(route, headers=headers) == honest, headers
     assert attack.reaches(route, query=f"?tenant={VICTIM}&tenant_id={VICTIM}&api_key={VICTIM}") == honest
+
+
+@pytest.mark.parametrize("route", OTHER_ROUTES)
+def test_nor_do_they_where_bodies_have_other_forms(attack: Attack, route: str) -> None:
+    honest = attack.reaches(route)
+    assert (honest.tenant, honest.adapter_digest) == (ATTACKER, ATTACKERS_DIGEST)
+    assert honest.cache_scope == attack.reaches("/v1/completions").cache_scope
+    for claims in [{"body": OTHER_CLAIMS[route]}, *({"headers": headers} for headers in HEADERS)]:
+        assert attack.reaches(route, **claims) == honest, claims
+    for field in ("tenant", "adapter_digest", "cache_scope", "weight"):
+        assert attack.send(route, {field: VICTIM}).status_code == 400, field
+    assert attack.send(route, {"model": "victim/sql"}).status_code == 404
 
 
 @pytest.mark.parametrize("route", ROUTES)
