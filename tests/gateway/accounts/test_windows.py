@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gateway.accounts.windows import (
@@ -124,6 +124,15 @@ STEPS = st.lists(
 )
 
 
+ONE_WINDOW_ENDS_FIRST = [
+    ("admit", 4, 1, (1,)),
+    ("wait", 8),
+    ("admit", 4, 1, ()),
+    ("wait", 6),
+    ("admit", 4, 1, ()),
+]
+
+
 @settings(
     max_examples=100,
     deadline=None,
@@ -131,6 +140,7 @@ STEPS = st.lists(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(LIMITS, st.none() | st.integers(20, 60), STEPS)
+@example([("tenant", REQUESTS, 9), ("tenant", INPUT_TOKENS, 9)], None, ONE_WINDOW_ENDS_FIRST)
 def test_the_scripts_keep_the_accounts_rules(
     valkey_url: str,
     rates: list[tuple[str, str, int]],
