@@ -46,6 +46,7 @@ QUOTAS = {
     "adapter_quota_exceeded": "adapters",
     "adapter_bytes_quota_exceeded": "adapter_bytes",
     "pin_quota_exceeded": "max_pinned_adapters",
+    "pinned_pages_quota_exceeded": "pinned_pages",
     "file_bytes_quota_exceeded": "file_bytes",
 }
 """The limit of a tenant that each code of a 409 stands for."""

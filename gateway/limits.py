@@ -68,17 +68,19 @@ NO_RATES = RateLimits()
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """All limits of a tenant but its pins. Raises InvalidLimit.
+    """All limits of a tenant but the number of its pins. Raises InvalidLimit.
 
     `tokens_per_month` counts input and output together in a UTC month. `adapters` counts names, and
-    `adapter_bytes` the files of distinct digests; `file_bytes` is what batches read and write. All hold at
-    upload and say nothing of what is there.
+    `adapter_bytes` the files of distinct digests; `pinned_pages` are 16 ranks each of what is pinned, and
+    `file_bytes` is what batches read and write. All hold at upload, or when something is pinned, and say
+    nothing of what is there.
     """
 
     rates: RateLimits = NO_RATES
     tokens_per_month: int | None = None
     adapters: int | None = None
     adapter_bytes: int | None = None
+    pinned_pages: int | None = None
     file_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -45,8 +45,9 @@ def model_for_uploads(services: Services, caller: Principal) -> ModelInfo:
 
 
 def quota_of(caller: Principal) -> Quota:
-    """How many adapters the caller's tenant may have, and how many bytes."""
-    return Quota(caller.limits.adapters, caller.limits.adapter_bytes)
+    """How many adapters the caller's tenant may have, how many bytes, and how many pinned pages."""
+    limits = caller.limits
+    return Quota(limits.adapters, limits.adapter_bytes, limits.pinned_pages)
 
 
 async def check_room(services: Services, caller: Principal, name: str, files: Sequence[ExpectedFile]) -> None:

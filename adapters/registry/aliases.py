@@ -59,19 +59,21 @@ end
 return {'ok'}
 """
 
-# Pins of all tenants are in one small hash, which engines read; a tenant's quota bounds its part.
 _PIN = """
-local tenant, name, quota, by = unpack(ARGV)
+local tenant, name, quota, most_pages, by = unpack(ARGV)
 local live = live_of(tenant, name)
 if not live then return {'no_name'} end
 if live == '0' then return {'no_live'} end
-local pins, own = 0, tenant .. ':'
-if redis.call('HEXISTS', at('pins'), own .. name) == 1 then return {'ok'} end
-for _, pin in ipairs(redis.call('HKEYS', at('pins'))) do
-    if string.sub(pin, 1, #own) == own then pins = pins + 1 end
-end
+local pin, pins = tenant .. ':' .. name, #pinned_of(tenant)
+if redis.call('HEXISTS', at('pins'), pin) == 1 then return {'ok'} end
 if pins >= tonumber(quota) then return {'pin_quota', tostring(pins)} end
-redis.call('HSET', at('pins'), own .. name, cjson.decode(record_of(tenant, name, live)).digest)
+if most_pages ~= '' then
+    local beside = pinned_beside(tenant, name)
+    if beside + pages_of(tenant, name) > tonumber(most_pages) then
+        return {'pinned_pages', string.format('%d of %s', beside, most_pages)}
+    end
+end
+redis.call('HSET', at('pins'), pin, cjson.decode(record_of(tenant, name, live)).digest)
 changed(tenant, name, 'pin', by, {})
 return {'ok'}
 """
@@ -115,12 +117,15 @@ class Aliases:
         """All requests for the bare name go to the live version again."""
         await self._call(self._canary_off, tenant, name, by)
 
-    async def pin(self, tenant: str, name: str, *, quota: int, by: str = "") -> None:
+    async def pin(
+        self, tenant: str, name: str, *, quota: int, most_pages: int | None = None, by: str = ""
+    ) -> None:
         """Has engines keep the name's live version resident, also when it changes.
 
-        Raises `AdapterConflict` where the tenant has pinned `quota` names already.
+        Raises `AdapterConflict` where the tenant has pinned `quota` names already, or where the largest
+        versions of those and of this one take more rank pages than `most_pages`.
         """
-        await self._call(self._pin, tenant, name, quota, by)
+        await self._call(self._pin, tenant, name, quota, "" if most_pages is None else most_pages, by)
 
     async def unpin(self, tenant: str, name: str, *, by: str = "") -> None:
         """Lets engines evict it again."""

@@ -81,4 +81,9 @@ _CONFLICTS = {
         "operator for more.",
         "pin_quota_exceeded",
     ),
+    "pinned_pages": (
+        "This tenant's pins take {detail} rank pages that it may pin: there is no room for '{name}' beside "
+        "them, of whose versions the largest counts. Unpin another first, or ask your operator for more.",
+        "pinned_pages_quota_exceeded",
+    ),
 }

@@ -32,8 +32,8 @@ from adapters.validation import AdapterSummary
 # → {'ok', the new version's number}, or which quota it would exceed. A name that is uploaded to again can no
 # longer be the target of a rename back.
 _ADD = """
-local tenant, name, record, promote, by, most_names, most_bytes = unpack(ARGV)
-local full, used = over_quota(tenant, name, record, most_names, most_bytes)
+local tenant, name, record, promote, by, most_names, most_bytes, most_pages = unpack(ARGV)
+local full, used = over_quota(tenant, name, record, most_names, most_bytes, most_pages)
 if full then return {full, used} end
 local version = redis.call('HINCRBY', at('last', tenant), name, 1)
 redis.call('HSET', at('versions', tenant, name), version, record)
@@ -50,8 +50,8 @@ return {'ok', version}
 
 # → {'ok'}, or which quota a new version would exceed.
 _ROOM = """
-local tenant, name, record, most_names, most_bytes = unpack(ARGV)
-local full, used = over_quota(tenant, name, record, most_names, most_bytes)
+local tenant, name, record, most_names, most_bytes, most_pages = unpack(ARGV)
+local full, used = over_quota(tenant, name, record, most_names, most_bytes, most_pages)
 if full then return {full, used} end
 return {'ok'}
 """

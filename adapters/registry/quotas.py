@@ -1,4 +1,4 @@
-"""How many adapters a tenant may have, and how many bytes; the count is the scripts' own."""
+"""How many adapters, bytes and pinned pages a tenant may have; the count is the scripts' own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ class Quota:
     names: int | None = None
     nbytes: int | None = None
     """Of the files of its versions; those of one digest count once."""
+    pinned_pages: int | None = None
+    """Rank pages of its pins, each counted by the largest of its name's versions."""
 
-    def to_args(self) -> tuple[str, str]:
+    def to_args(self) -> tuple[str, str, str]:
         """The quota as scripts take it."""
-        return _arg(self.names), _arg(self.nbytes)
+        return _arg(self.names), _arg(self.nbytes), _arg(self.pinned_pages)
 
     def raise_fault(self, status: str, *, name: str, used: str, more: int) -> None:
         """Raises `AdapterConflict` for a script's status that stands for an exceeded quota."""
@@ -39,6 +41,13 @@ class Quota:
                 f"and this upload to '{name}' takes {more:,} more. Delete versions that you no longer need, "
                 "or ask your operator for more.",
                 "adapter_bytes_quota_exceeded",
+            )
+        if status == "pinned_pages":
+            raise AdapterConflict(
+                f"'{name}' is pinned, and this version would take more rank pages than are left: this tenant "
+                f"may pin {self.pinned_pages}, of which its other pins take {used}. Unpin '{name}', or "
+                "another, or ask your operator for more.",
+                "pinned_pages_quota_exceeded",
             )
 
 

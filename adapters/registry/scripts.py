@@ -23,9 +23,12 @@ UNREFERENCED = _ROOT + "unreferenced"
 MOST_VERSIONS = 10_000
 """Of a name."""
 
+PAGE_RANK = 16
+"""Ranks of a rank page, in which engines hold adapters."""
+
 # Keys are built here rather than passed: they are all in the slot of the one key that is passed.
 _SHARED = (
-    f"local MOST_VERSIONS = {MOST_VERSIONS}"
+    f"local MOST_VERSIONS, PAGE_RANK = {MOST_VERSIONS}, {PAGE_RANK}"
     + """
 local function at(...) return 'loraplex:{adapters}:' .. table.concat({...}, ':') end
 local function now() return tonumber(redis.call('TIME')[1]) end
@@ -74,15 +77,52 @@ local function drop(tenant, record)
     return values.digest
 end
 
+local function pages_in(record) return math.ceil((cjson.decode(record).rank or 0) / PAGE_RANK) end
+
+-- The rank pages that a pin of this name may take, whichever of its versions is live.
+local function pages_of(tenant, name)
+    local pages = 0
+    for _, record in ipairs(redis.call('HVALS', at('versions', tenant, name))) do
+        pages = math.max(pages, pages_in(record))
+    end
+    return pages
+end
+
+-- The names that a tenant has pinned. Pins of all tenants are in one small hash, which engines read.
+local function pinned_of(tenant)
+    local own, names = tenant .. ':', {}
+    for _, pin in ipairs(redis.call('HKEYS', at('pins'))) do
+        if string.sub(pin, 1, #own) == own then names[#names + 1] = string.sub(pin, #own + 1) end
+    end
+    return names
+end
+
+-- The rank pages of a tenant's pins without this name's.
+local function pinned_beside(tenant, name)
+    local pages = 0
+    for _, pinned in ipairs(pinned_of(tenant)) do
+        if pinned ~= name then pages = pages + pages_of(tenant, pinned) end
+    end
+    return pages
+end
+
 -- Which quota the tenant would exceed with this version more, and how much of it is used; nothing: it fits.
 -- An empty quota is none. The bytes of a digest that the tenant has already are no more bytes. A name's
--- versions are read all at once, so their number is bounded for everybody.
-local function over_quota(tenant, name, record, most_names, most_bytes)
+-- versions are read all at once, so their number is bounded for everybody. A pin counts by the largest of its
+-- name's versions: so what is promoted later was counted before.
+local function over_quota(tenant, name, record, most_names, most_bytes, most_pages)
     local versions = redis.call('HLEN', at('versions', tenant, name))
     if versions >= MOST_VERSIONS then return 'versions', tostring(versions) end
     local names = redis.call('HLEN', at('live', tenant))
     if most_names ~= '' and not live_of(tenant, name) and names >= tonumber(most_names) then
         return 'adapter_quota', tostring(names)
+    end
+    local is_pinned = redis.call('HEXISTS', at('pins'), tenant .. ':' .. name) == 1
+    if most_pages ~= '' and is_pinned and pages_in(record) > pages_of(tenant, name) then
+        local beside = pinned_beside(tenant, name)
+        if beside + pages_in(record) > tonumber(most_pages) then
+            return 'pinned_pages', string.format('%d', beside)
+        end
     end
     local values = cjson.decode(record)
     if most_bytes == '' or redis.call('HEXISTS', at('holdings', tenant), values.digest) == 1 then return end

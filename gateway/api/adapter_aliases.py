@@ -80,7 +80,11 @@ async def pin_adapter(name: str, request: Request, caller: Caller) -> dict[str, 
     if tenant is None:
         raise AdapterNotFound(own)
     await services.registry.aliases.pin(
-        caller.tenant_id, own, quota=tenant.max_pinned_adapters, by=caller.key_id
+        caller.tenant_id,
+        own,
+        quota=tenant.max_pinned_adapters,
+        most_pages=tenant.limits.pinned_pages,
+        by=caller.key_id,
     )
     return await _changed(services, caller, name)
 

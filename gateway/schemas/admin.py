@@ -50,6 +50,10 @@ class LimitsBody(RatesBody):
     tokens_per_month: Annotated[Total | None, Field(description="Input and output together, in UTC.")] = None
     adapters: Annotated[Total | None, Field(description="How many names it may have.")] = None
     adapter_bytes: Annotated[Total | None, Field(description="What its versions' files may take.")] = None
+    pinned_pages: Annotated[
+        Total | None,
+        Field(description="Pages of 16 ranks that its pins may take, by their largest versions."),
+    ] = None
     file_bytes: Annotated[Total | None, Field(description="What the files of its batches may take.")] = None
 
 

@@ -29,6 +29,7 @@ class Limits(Rates):
     tokens_per_month: int | None
     adapters: int | None
     adapter_bytes: int | None
+    pinned_pages: int | None
     file_bytes: int | None
 
 

@@ -141,6 +141,14 @@ async def test_pins_reach_engines_and_have_a_quota(plane: ControlPlane) -> None:
     assert answer.status_code == 409 and "has pinned 1 adapters" in answer.json()["error"]["message"]
     assert (await done(plane, acme, "DELETE", "a/pin"))["pinned"] is False
     assert (await done(plane, acme, "PUT", "b/pin"))["pinned"] is True
+    more: dict[str, Any] = {"max_pinned_adapters": 5, "limits": {"pinned_pages": 1}}
+    await plane.admin("PATCH", "/tenants/acme", more)
+    answer = await call(plane, acme, "PUT", "a/pin")
+    problem = answer.json()["error"]
+    assert (answer.status_code, problem["code"]) == (409, "pinned_pages_quota_exceeded")
+    assert "take 1 of 1 rank pages" in problem["message"]
+    await plane.admin("PATCH", "/tenants/acme", {"limits": {"pinned_pages": 2}})
+    assert (await done(plane, acme, "PUT", "a/pin"))["pinned"] is True
 
 
 async def test_a_rename(plane: ControlPlane) -> None:

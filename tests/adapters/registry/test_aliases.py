@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from redis.asyncio import Redis
 
 from adapters.model_ref import ModelRef
-from adapters.registry import AdapterConflict, AdapterNotFound, Registry, Resolution
+from adapters.registry import AdapterConflict, AdapterNotFound, Quota, Registry, Resolution
 from adapters.registry.desired import desired_adapters
 from tests.adapters.registry.builders import ONE, THREE, TWO, meaning, summary
 
@@ -190,6 +191,34 @@ async def test_pins_have_a_quota_by_tenant(registry: Registry, redis: Redis) -> 
         assert isinstance(refused, AdapterConflict) and refused.code == "pin_quota_exceeded"
         assert "has pinned 2 adapters" in refused.message
     assert len((await desired_adapters(redis, [])).pinned) == 4
+
+
+async def test_pins_have_a_quota_of_rank_pages(registry: Registry) -> None:
+    """By the largest version of each name, so that whatever is promoted later has been counted."""
+    pin, quota = registry.aliases.pin, Quota(pinned_pages=4)
+
+    async def add(name: str, rank: int, *, promote: bool = True) -> None:
+        version = replace(summary(f"{name}{rank}"), rank=rank)
+        await registry.add_version("acme", name, version, promote=promote, quota=quota)
+
+    for name, rank in (("a", 16), ("b", 17), ("c", 33), ("d", 1)):
+        await add(name, rank)
+    await add("d", 20)
+    await registry.aliases.rollback("acme", "d")
+    for name in ("a", "b"):
+        await pin("acme", name, quota=9, most_pages=4)
+    for name in ("c", "d"):
+        with pytest.raises(AdapterConflict, match=r"take 3 of 4 rank pages.*'[cd]'.*Unpin") as caught:
+            await pin("acme", name, quota=9, most_pages=4)
+        assert caught.value.code == "pinned_pages_quota_exceeded"
+    await pin("acme", "a", quota=9, most_pages=0)  # it is pinned already
+    await add("a", 32)
+    with pytest.raises(AdapterConflict, match=r"'b' is pinned.*may pin 4, of which its other pins take 2"):
+        await add("b", 40, promote=False)
+    await add("b", 20)
+    await registry.aliases.unpin("acme", "a")
+    await pin("acme", "d", quota=9, most_pages=4)
+    await add("a", 256)
 
 
 async def test_what_is_only_staged_is_not_pinned(registry: Registry) -> None:
