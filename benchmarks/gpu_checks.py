@@ -70,9 +70,10 @@ def _lora(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
         "1 row": ([16], [1]),
         "mixed": ([8, 16, 64, 40, 16], [1, 20, 3, 9, 33]),
         "prefill": ([16, 64, 8], [700, 333, 1]),
+        "one or two rows each": ([16, 8] * 32, [1, 2] * 32),
     }
     for group in GROUPS:
-        pool = make_pool(group, 16, dtype)
+        pool = make_pool(group, 64, dtype)
         wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
         for name, (ranks, rows) in batches.items():
             case = lora_case([{g: pool for g in GROUPS}], ranks, sum(rows))
@@ -86,11 +87,12 @@ def _lora(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
 
 def _gated(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     """Gate and up with their activation, base rows among them."""
-    pool = make_pool("gate_up", 16, dtype)
+    pool = make_pool("gate_up", 64, dtype)
     wide = LoraPool(pool.a.double(), pool.b.double(), pool.scales.double(), pool.splits)
     for name, (ranks, rows) in {
         "few": ([8, 16, 64], [1, 20, 3]),
         "many": ([16, 64, 8], [700, 333, 1]),
+        "one row each": ([16, 8] * 32, [1] * 64),
     }.items():
         case = lora_case([{g: pool for g in GROUPS}], ranks, sum(rows))
         plan = case.plan

@@ -57,7 +57,10 @@ class ShrinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """``fill``: pieces that the work is cut into, roughly; the rest as above."""
+    """``fill``: pieces that the work is cut into, roughly; the rest as above.
+
+    ``row_block_n`` is for tiles of one or two rows where a piece has half as many columns; 0: for none.
+    """
 
     block_n: int
     many_block_n: int = 64
@@ -66,6 +69,7 @@ class ExpandConfig:
     num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = 128
+    row_block_n: int = 1024
 
 
 def prepare(plan: LoraPlan, num_tokens: int) -> LoraPlan:
@@ -245,6 +249,7 @@ def lora_expand(
         HAS_MANY=has_many(plan),
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
+        ROW_BLOCK_N=config.row_block_n,
         EVEN_N=all(size % config.block_n == 0 for size in sizes),
         ADDS=adds,
         BLOCK_K=shrink.block_k,

@@ -37,7 +37,10 @@ _BASE_ROWS, _BASE_WIDTH = 64, 4096
 
 @dataclass(frozen=True, slots=True)
 class GatedConfig:
-    """``block_n`` columns of gate and as many of up at once; ``fill`` pieces that the work is cut into."""
+    """``block_n`` columns of gate and as many of up at once; ``fill`` pieces that the work is cut into.
+
+    ``row_block_n`` is for tiles of one row where a piece has half as many columns; 0: for none.
+    """
 
     block_n: int = 128
     many_block_n: int = 64
@@ -46,6 +49,7 @@ class GatedConfig:
     num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = None
+    row_block_n: int = 1024
 
 
 def silu_mul_add_lora(
@@ -114,6 +118,7 @@ def lora_expand_silu_mul(
         HAS_MANY=has_many(plan),
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
+        ROW_BLOCK_N=config.row_block_n,
         BASE_ROWS=_BASE_ROWS,
         BASE_WIDTH=_BASE_WIDTH,
         BLOCK_K=shrink.block_k,

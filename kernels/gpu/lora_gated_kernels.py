@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kernels.gpu.activation import gated
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
-from kernels.gpu.lora_kernels import halves, split_of, sum_splits
+from kernels.gpu.lora_kernels import halves, one_row, split_of, sum_splits
 
 
 @triton.jit
@@ -79,6 +79,49 @@ def _tile_columns(
 
 
 @triton.jit
+def _one_row_columns(
+    v,
+    scales,
+    b,
+    gate_up,
+    out,
+    rows,
+    page,
+    first,
+    rank,
+    start,
+    end,
+    splits,
+    v_split_stride,
+    v_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``_tile_columns`` for one row and one page: sums of vectors, in wide blocks of B."""
+    r = tl.arange(0, 16)
+    row = tl.load(rows + first, eviction_policy="evict_last").to(tl.int64)
+    gate_rank = tl.where(tl.load(scales + page * 2, eviction_policy="evict_last") != 0, rank, 0)
+    up_rank = tl.where(tl.load(scales + page * 2 + 1, eviction_policy="evict_last") != 0, rank, 0)
+    b_offsets = (page.to(tl.int64) * 16 + r) * (2 * SIZE)
+    v_offset = first * v_row_stride
+    wait_for_inputs(PDL)
+    v_gate = one_row(v, v_offset, gate_rank, splits, v_split_stride, MAX_SPLITS)
+    v_up = one_row(v, v_offset + 16, up_rank, splits, v_split_stride, MAX_SPLITS)
+    for block in range(start, end, BLOCK_N):
+        n = block + tl.arange(0, BLOCK_N)
+        inside = n < end
+        b_pointers = b + b_offsets[:, None] + n[None, :]
+        pointers = gate_up + row * (2 * SIZE) + n
+        gate_b = tl.load(b_pointers, (r < gate_rank)[:, None] & inside[None, :], 0.0).to(tl.float32)
+        gate = tl.load(pointers, inside, 0.0).to(tl.float32) + tl.sum(v_gate[:, None] * gate_b, 0)
+        up_b = tl.load(b_pointers + SIZE, (r < up_rank)[:, None] & inside[None, :], 0.0).to(tl.float32)
+        up = tl.load(pointers + SIZE, inside, 0.0).to(tl.float32) + tl.sum(v_up[:, None] * up_b, 0)
+        tl.store(out + row * SIZE + n, gated(gate, up).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
 def _base_columns(
     gate_up,
     out,
@@ -134,6 +177,7 @@ def expand_silu_mul(
     HAS_MANY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MANY_BLOCK_N: tl.constexpr,
+    ROW_BLOCK_N: tl.constexpr,
     BASE_ROWS: tl.constexpr,
     BASE_WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -166,7 +210,13 @@ def expand_silu_mul(
             end = tl.minimum(start + width, SIZE)
             few_rank_rows = (RANK_ROWS == 16) | (rank <= 16)
             few_rows = (not HAS_MANY) | (num_rows <= FEW)
-            if few_rank_rows & few_rows:
+            if few_rank_rows & (num_rows == 1) & (2 * width > ROW_BLOCK_N) & (ROW_BLOCK_N > 0):
+                if ROW_BLOCK_N > 0:
+                    _one_row_columns(
+                        v, scales, b, gate_up, out, rows, page, first, rank, start, end, splits,
+                        v_split_stride, v_row_stride, SIZE, ROW_BLOCK_N, MAX_SPLITS, PDL,
+                    )  # fmt: skip
+            elif few_rank_rows & few_rows:
                 _tile_columns(
                     v, scales, b, gate_up, out, rows, pages, page, first, num_rows, rank, start, end, splits,
                     v_split_stride, v_row_stride, SIZE, 16, FEW, BLOCK_N, MAX_SPLITS, NUM_STAGES, PDL,

@@ -204,6 +204,67 @@ def _add_product(high, low, b_block, y_block):
 
 
 @triton.jit
+def one_row(v, offset, rank, splits, v_split_stride, MAX_SPLITS: tl.constexpr):
+    """float32 [16]: the live splits of the row at ``offset``, summed; zeros above the live rank rows."""
+    s = tl.arange(0, MAX_SPLITS)
+    r = tl.arange(0, 16)
+    pointers = v + s.to(tl.int64)[:, None] * v_split_stride + offset + r[None, :]
+    return tl.sum(tl.load(pointers, (s < splits)[:, None] & (r < rank)[None, :], 0.0), 0)
+
+
+@triton.jit
+def _expand_two_rows(
+    v,
+    b,
+    y,
+    rows,
+    page,
+    first,
+    num_rows,
+    rank,
+    projection,
+    start,
+    end,
+    splits,
+    y_stride,
+    v_split_stride,
+    v_row_stride,
+    COLUMNS: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADDS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``_expand_columns`` for one or two rows and one page: sums of vectors, in wide blocks of B."""
+    r = tl.arange(0, 16)
+    row = tl.load(rows + first, eviction_policy="evict_last").to(tl.int64)
+    other = tl.load(rows + first + 1, num_rows > 1, 0, eviction_policy="evict_last").to(tl.int64)
+    b_offsets = (page.to(tl.int64) * 16 + r) * OUT
+    v_offset = first * v_row_stride + projection * 16
+    wait_for_inputs(PDL)
+    v_row = one_row(v, v_offset, rank, splits, v_split_stride, MAX_SPLITS)
+    v_other = one_row(
+        v, v_offset + v_row_stride, tl.where(num_rows > 1, rank, 0), splits, v_split_stride, MAX_SPLITS
+    )
+    for block in range(start, end, BLOCK_N):
+        n = block + tl.arange(0, BLOCK_N)
+        inside = n < end
+        b_block = tl.load(b + b_offsets[:, None] + n[None, :], (r < rank)[:, None] & inside[None, :], 0.0)
+        b_block = b_block.to(tl.float32)
+        _add_row(y + row * y_stride + n, tl.sum(v_row[:, None] * b_block, 0), inside, ADDS)
+        both = inside & (num_rows > 1)
+        _add_row(y + other * y_stride + n, tl.sum(v_other[:, None] * b_block, 0), both, ADDS)
+
+
+@triton.jit
+def _add_row(pointers, values, mask, ADDS: tl.constexpr):
+    if ADDS:
+        values += tl.load(pointers, mask, 0.0).to(tl.float32)
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask)
+
+
+@triton.jit
 def _expand_columns(
     v,
     b,
@@ -311,6 +372,7 @@ def expand(
     HAS_MANY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MANY_BLOCK_N: tl.constexpr,
+    ROW_BLOCK_N: tl.constexpr,
     EVEN_N: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -343,7 +405,14 @@ def expand(
         if has | (not ADDS):
             few_rank_rows = (RANK_ROWS == 16) | (rank <= 16)
             few_rows = (not HAS_MANY) | (num_rows <= FEW)
-            if few_rank_rows & few_rows:
+            if few_rank_rows & (num_rows <= 2) & (2 * width > ROW_BLOCK_N) & (ROW_BLOCK_N > 0):
+                if ROW_BLOCK_N > 0:
+                    _expand_two_rows(
+                        v, b, y, rows, page, first, num_rows, rank, projection, start, end, splits,
+                        y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, ROW_BLOCK_N, ADDS,
+                        MAX_SPLITS, PDL,
+                    )  # fmt: skip
+            elif few_rank_rows & few_rows:
                 _expand_columns(
                     v, b, y, rows, pages, page, first, num_rows, rank, projection, start, end, splits,
                     y_stride, v_split_stride, v_row_stride, PROJECTIONS * 16, OUT, 16, FEW,

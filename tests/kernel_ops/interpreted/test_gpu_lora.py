@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from kernels import reference
-from kernels.gpu import lora, lora_tiles
+from kernels.gpu import lora, lora_gated, lora_tiles
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.linear import Addend
 from kernels.gpu.lora_gated import lora_expand_silu_mul, silu_mul_add_lora
@@ -18,10 +21,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 NUM_PAGES = 24
 
 
-@pytest.fixture(params=[0, 128], ids=["tiles of both sizes", "tiles of few rows"])
+@pytest.fixture(
+    params=[(0, 1024), (128, 1024), (0, 16)],
+    ids=["tiles of both sizes", "tiles of few rows", "one or two rows by vectors"],
+)
 def tile_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of work lists, whatever the number of rows."""
-    monkeypatch.setattr(lora_tiles, "_ALL_FEW", request.param)
+    """Both kinds of work lists, whatever the number of rows, and both ways with one or two."""
+    all_few, row_block_n = request.param
+    choose = lora.expand_config
+    monkeypatch.setattr(lora_tiles, "_ALL_FEW", all_few)
+    monkeypatch.setattr(lora, "expand_config", lambda *of: replace(choose(*of), row_block_n=row_block_n))
+    monkeypatch.setattr(lora_gated, "GatedConfig", partial(lora_gated.GatedConfig, row_block_n=row_block_n))
 
 
 def make_plan(segments: list[tuple[int, int]], num_tokens: int, max_pages: int, spare: int = 0) -> LoraPlan:
@@ -119,6 +129,7 @@ def test_input_long_enough_to_be_split_and_looped_over() -> None:
     torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("tile_sizes")
 def test_an_adapter_without_a_projection_leaves_its_columns_alone() -> None:
     torch.manual_seed(0)
     plan = make_plan([(2, 16), (3, 16)], num_tokens=5, max_pages=1)
