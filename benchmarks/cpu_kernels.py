@@ -110,7 +110,6 @@ def attention_plan(shape: StepShape) -> AttentionPlan:
         slots.flatten(),
         positions.flatten(),
         shape.queries,
-        shape.context,
     )
 
 
@@ -123,7 +122,6 @@ def lora_plan(shape: StepShape) -> LoraPlan:
         torch.full((shape.adapters,), RANK_PAGE, dtype=torch.int32),
         shape.tokens,
         shape.adapters,
-        group,
     )
 
 

@@ -52,7 +52,6 @@ def make_lora_plan(ranks: Sequence[int], rows: Sequence[int], width: int) -> Lor
         segment_ranks=device(list(ranks)),
         num_rows=starts[-1],
         num_segments=len(ranks),
-        max_segment_rows=max(rows),
     )
 
 
@@ -130,7 +129,6 @@ def attention_plan(queries: Sequence[int], contexts: Sequence[int]) -> tuple[Att
         slots=torch.cat(slots).cuda(),
         positions=torch.cat(positions).cuda(),
         max_query_len=max(queries),
-        max_context_len=max(contexts),
     )
     return plan, sum(counts)
 
@@ -151,7 +149,6 @@ def padded(plan: AttentionPlan, *, num_tokens: int, num_seqs: int) -> AttentionP
         slots=longer(plan.slots, more_tokens, -1),
         positions=longer(plan.positions, more_tokens, 0),
         max_query_len=num_tokens,
-        max_context_len=8192,
     )
 
 

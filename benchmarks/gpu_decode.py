@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -104,7 +103,6 @@ class Bench:
     def measure(self, num_rows: int, num_adapters: int) -> dict[str, float]:
         """Milliseconds: eager (host included, with its launches) and replayed."""
         batch = decode_batch(num_rows, num_adapters)
-        batch = replace(batch, attention=replace(batch.attention, max_context_len=8192))
         self.greedy = sampling_batch(num_rows, temperature=0.0)
         graph = capture(lambda: self.step(batch))
         eager = []

@@ -25,13 +25,11 @@ class StepLayout:
         arrays: the parts of ``ForwardBatch`` and its plans, with their shapes and dtypes: tokens (`UNSEEN`
             where not known), positions, slots, query_starts, context_lens, block_tables, output_rows,
             lora_rows, segment_starts, segment_pages, segment_ranks; and vector_rows, vector_pages if any.
-        max_query_len, max_context_len, max_segment_rows: see ``kernels.plans``.
+        max_query_len: see ``kernels.plans``.
     """
 
     arrays: dict[str, np.ndarray]
     max_query_len: int
-    max_context_len: int
-    max_segment_rows: int
 
 
 def build_forward_batch(
@@ -60,7 +58,6 @@ def build_forward_batch(
             slots=tensors["slots"],
             positions=tensors["positions"],
             max_query_len=layout.max_query_len,
-            max_context_len=layout.max_context_len,
         ),
         lora=LoraPlan(
             rows=tensors["lora_rows"],
@@ -69,7 +66,6 @@ def build_forward_batch(
             segment_ranks=tensors["segment_ranks"],
             num_rows=len(layout.arrays["lora_rows"]),
             num_segments=len(layout.arrays["segment_ranks"]),
-            max_segment_rows=layout.max_segment_rows,
             vectors=vectors,
         ),
         output_rows=tensors["output_rows"],
@@ -98,7 +94,7 @@ def lay_out(rows: Sequence[StepRow], page_widths: Sequence[int] = ()) -> StepLay
     tables = _padded([row.block_ids for row in rows])
     blocks = tables[owners, positions // BLOCK_SIZE]
     assert (blocks >= 0).all(), "a row's block table covers every token of its step"
-    grouped, max_segment_rows = _group_by_adapter(rows, starts, page_widths)
+    grouped = _group_by_adapter(rows, starts, page_widths)
     arrays = {
         "tokens": np.concatenate([np.asarray(row.tokens, np.int64) for row in rows]),
         "positions": positions,
@@ -109,7 +105,7 @@ def lay_out(rows: Sequence[StepRow], page_widths: Sequence[int] = ()) -> StepLay
         "output_rows": _output_rows(rows, starts, sampled),
         **grouped,
     }
-    return StepLayout(arrays, int(lengths.max()), int(arrays["context_lens"].max()), max_segment_rows)
+    return StepLayout(arrays, int(lengths.max()))
 
 
 def _output_rows(rows: Sequence[StepRow], starts: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -132,11 +128,8 @@ def _output_rows(rows: Sequence[StepRow], starts: np.ndarray, sampled: np.ndarra
 
 def _group_by_adapter(
     rows: Sequence[StepRow], starts: np.ndarray, page_widths: Sequence[int]
-) -> tuple[dict[str, np.ndarray], int]:
-    """Group the tokens that an adapter applies to by adapter, in order of first appearance.
-
-    Returns the arrays of the LoRA plan, and the size of the largest group.
-    """
+) -> dict[str, np.ndarray]:
+    """The arrays of the LoRA plan: tokens by their adapter, in order of first appearance."""
     adapters: dict[int, StepAdapter] = {}
     groups: dict[int, list[np.ndarray]] = {}
     for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True):
@@ -150,14 +143,13 @@ def _group_by_adapter(
     segment_starts = np.zeros(len(segments) + 1, np.int32)
     np.cumsum(sizes, out=segment_starts[1:])
     pages = [_ranked_pages(adapter) for adapter in adapters.values()]
-    arrays = {
+    return {
         "lora_rows": np.concatenate(segments) if segments else np.zeros(0, np.int32),
         "segment_starts": segment_starts,
         "segment_pages": _padded(pages, page_width(adapters, page_widths)),
         "segment_ranks": np.array([adapter.rank for adapter in adapters.values()], np.int32),
         **_vectors(segments, list(adapters.values())),
     }
-    return arrays, max(sizes, default=0)
 
 
 def _vectors(segments: Sequence[np.ndarray], adapters: Sequence[StepAdapter]) -> dict[str, np.ndarray]:

@@ -33,7 +33,6 @@ class DecodeInputs:
         self, *, max_rows: int, max_context_len: int, page_widths: Sequence[int], device: torch.device
     ) -> None:
         self._max_rows = max_rows
-        self._max_context_len = max_context_len
         self._page_widths = page_widths
         self._max_pages = max(page_widths, default=0)
         int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -126,7 +125,6 @@ class DecodeInputs:
                 slots=tensors["slots"][:size],
                 positions=tensors["positions"][:size],
                 max_query_len=1,
-                max_context_len=self._max_context_len,
             ),
             lora=LoraPlan(
                 rows=tensors["lora_rows"][:size],
@@ -135,7 +133,6 @@ class DecodeInputs:
                 segment_ranks=tensors["segment_ranks"][:size],
                 num_rows=num_lora_rows,
                 num_segments=num_lora_rows,
-                max_segment_rows=num_lora_rows,
             ),
             output_rows=self._output_rows[:size],
         )

@@ -41,7 +41,6 @@ class MixedInputs:
     ) -> None:
         self._max_tokens = max_tokens
         self._max_rows = max_rows
-        self._max_context_len = max_context_len
         self._page_widths = page_widths
         self._max_pages = max(page_widths, default=0)
         int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -117,7 +116,6 @@ class MixedInputs:
                 slots=tensors["slots"][:size],
                 positions=tensors["positions"][:size],
                 max_query_len=size,
-                max_context_len=self._max_context_len,
             ),
             lora=LoraPlan(
                 rows=tensors["lora_rows"][:size],
@@ -126,7 +124,6 @@ class MixedInputs:
                 segment_ranks=tensors["segment_ranks"][:num_rows],
                 num_rows=size if page_width else 0,
                 num_segments=num_rows if page_width else 0,
-                max_segment_rows=size if page_width else 0,
             ),
             output_rows=tensors["output_rows"][:num_rows],
         )

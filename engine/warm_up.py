@@ -1,7 +1,8 @@
 """The steps that a runner computes before it serves.
 
 A GPU's kernels are compiled, or at least loaded, when something first needs them, and to load one may make
-the host wait for all that the device has been given. So each kind of step that requests may need runs once.
+the host wait for all that the device has been given. So each kind of step that requests may need runs once:
+those that graphs are not made for among them, as steps of many tokens and of adapters with vectors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _FILTERED = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 1.0),), l
 _PENALIZED = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 1.0),))
 _NUM_PROMPTS = 4
 """Prompts of one step: with more than one, attention has another kernel than with one alone."""
+_FEWER, _MORE = 256, 512
+"""Tokens of a step that kernels of adapters differ by: up to so many, up to so many, and more."""
+_CROWD = 33
+"""Rows whose lists have kernels of another size; there are as many adapters."""
 _FEW_ROWS = 32
 """Up to so many rows ``lm_head``'s product is a kernel of ours, one for up to 16 and one for the others."""
 _WORD_BITS = 32
@@ -60,6 +65,9 @@ def warm_up_steps(sizes: StepSizes, page_widths: Sequence[int], *, on_gpu: bool)
     for width in widths:
         yield from _largest(sizes, _adapter(width))
         yield _small(_adapter(width))
+        yield from _crowds(sizes, width)
+    if page_widths:
+        yield _small(StepAdapter(1, (0, 0), RANK_PAGE, has_vectors=True))
     yield from _rare(sizes)
 
 
@@ -77,9 +85,20 @@ def _small(adapter: StepAdapter | None) -> StepPlan:
     return StepPlan((decode, replace(decode, tokens=[0, 0], sampling=_FILTERED)))
 
 
+def _crowds(sizes: StepSizes, width: int) -> Iterator[StepPlan]:
+    """Steps of some tokens each, under one adapter and under many."""
+    for count in {min(count, sizes.num_tokens) for count in (_FEW_ROWS, _FEWER, _MORE)}:
+        yield StepPlan((StepRow(0, [0] * count, 0, _blocks(sizes), _adapter(width), sampling=_GREEDY),))
+        each = max(2, count // _CROWD)
+        rows = range(min(_CROWD, sizes.max_num_seqs, count // each))
+        prompt = StepRow(0, [0] * min(each, sizes.num_tokens), 0, _blocks(sizes), sampling=_GREEDY)
+        yield StepPlan(tuple(replace(prompt, seq_id=i, adapter=_adapter(width, i + 1)) for i in rows))
+
+
 def _rare(sizes: StepSizes) -> Iterator[StepPlan]:
     """Prompts side by side; then rows that go on from what these have drawn, unseen by the host and under
-    penalties, and others under a grammar, after a block has been copied.
+    penalties, after a block has been copied; fewer and fewer rows, whose contexts are cut into more and more
+    parts; and rows under a grammar.
     """
     count, blocks = min(_NUM_PROMPTS, sizes.max_num_seqs), _blocks(sizes)
     length = sizes.num_tokens // _NUM_PROMPTS
@@ -91,6 +110,9 @@ def _rare(sizes: StepSizes) -> Iterator[StepPlan]:
     held = StepRow(0, [0], length, blocks, sampling=_GREEDY, constraint=_AnyToken(sizes.vocab_size))
     unseen_rows = tuple(replace(unseen, seq_id=i) for i in range(count))
     yield StepPlan(unseen_rows, block_copies=((0, sizes.num_blocks - 1),))
+    num_rows = sizes.max_num_seqs
+    while num_rows := num_rows // 2:
+        yield StepPlan((replace(prompt, tokens=[0]),) * num_rows)
     for sampling in (_GREEDY, _DRAWN):
         yield StepPlan((replace(held, sampling=sampling),) * min(_FEW_ROWS, sizes.max_num_seqs))
 
@@ -109,8 +131,8 @@ class _AnyToken(Constraint):
         words[:] = -1
 
 
-def _adapter(page_width: int) -> StepAdapter | None:
-    return StepAdapter(1, (0,) * page_width, RANK_PAGE * page_width) if page_width else None
+def _adapter(page_width: int, adapter_id: int = 1) -> StepAdapter | None:
+    return StepAdapter(adapter_id, (0,) * page_width, RANK_PAGE * page_width) if page_width else None
 
 
 def _blocks(sizes: StepSizes) -> Sequence[int]:

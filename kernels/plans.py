@@ -50,7 +50,6 @@ class AttentionPlan:
         slots: int64 [T]. ``block_id * BLOCK_SIZE + offset`` where each token's KV goes, -1 for padding.
         positions: int64 [T]. Position of each token in its sequence.
         max_query_len: the longest query, on the host (1 in pure decode).
-        max_context_len: the longest context, on the host.
         work: see ``kernels.paged_attention.prepare``.
     """
 
@@ -60,7 +59,6 @@ class AttentionPlan:
     slots: torch.Tensor
     positions: torch.Tensor
     max_query_len: int
-    max_context_len: int
     work: AttentionWork | None = None
 
 
@@ -100,7 +98,6 @@ class LoraPlan:
         segment_ranks: int32 [N]. Its live rank rows: page ``p`` has ``min(16, rank - 16 * p)`` of them.
         num_rows: R, on the host. 0: no kernel is launched.
         num_segments: N, on the host.
-        max_segment_rows: the largest group, on the host.
         tiles: on a GPU, filled by ``kernels.lora.prepare`` once a step, before the first layer.
         vectors: None where no adapter of the step has any: then nothing is launched for them.
     """
@@ -111,7 +108,6 @@ class LoraPlan:
     segment_ranks: torch.Tensor
     num_rows: int
     num_segments: int
-    max_segment_rows: int
     tiles: LoraTiles | None = None
     vectors: RowVectors | None = None
 

@@ -338,13 +338,11 @@ def prefill(
     BLOCK_N: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     WALKS: tl.constexpr,
-    BESIDE_DECODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A tile a program; where there is room for far more tiles than there are, each walks the list."""
-    if BESIDE_DECODE:
-        # In this order: decode, which starts next, relies on it.
-        wait_for_inputs(PDL)
+    # In this order: decode, which may start next, relies on it.
+    wait_for_inputs(PDL)
     let_next_start(PDL)
     num_tiles = tl.load(counts + 1)
     # Late tiles see most keys; the longest work goes first.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from kernels.gpu.launch import ceil_div, kernel, power_of_2
+from kernels.gpu.launch import ceil_div, kernel, list_block
 from kernels.plans import AttentionPlan, AttentionWork
 
 
@@ -33,8 +33,7 @@ def make_work(plan: AttentionPlan, tile_queries: int) -> AttentionWork:
         counts,
         num_seqs,
         TILE_QUERIES=tile_queries,
-        HAS_DECODES=num_seqs > 1,
-        BLOCK=power_of_2(num_seqs),
+        BLOCK=list_block(num_seqs),
     )
     # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,
     # which starts only when the list is written, makes that safe.
@@ -50,7 +49,6 @@ def _make_work(
     counts,
     num_seqs,
     TILE_QUERIES: tl.constexpr,
-    HAS_DECODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program k writes the k-th tile of every sequence."""
@@ -58,9 +56,8 @@ def _make_work(
     s = tl.arange(0, BLOCK)
     live = (s < num_seqs) & (tl.load(context_lens + s, s < num_seqs, 0) > 0)
     count = tl.load(query_starts + s + 1, live, 0) - tl.load(query_starts + s, live, 0)
-    is_decode = live & (count == 1)
-    if not HAS_DECODES:
-        is_decode = is_decode & False
+    # For a sequence by itself decode is not launched.
+    is_decode = live & (count == 1) & (num_seqs > 1)
     num_tiles = tl.where(live & (is_decode == 0), tl.cdiv(count, TILE_QUERIES), 0)
     record = tiles + (tl.cumsum(num_tiles, 0) - num_tiles + k) * 2
     tl.store(record, s, num_tiles > k)

@@ -59,6 +59,11 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def list_block(n: int) -> int:
+    """The block for a list of ``n``, at least: of few sizes, since each is compiled by itself."""
+    return 32 if n <= 32 else max(256, power_of_2(n))
+
+
 @cache
 def _dependent_launch(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from kernels.gpu import linear as few_rows
-from kernels.gpu import lora_kernels
+from kernels.gpu import lora_expand_kernel, lora_shrink_kernel
 from kernels.gpu.launch import ceil_div, dependent_launch, num_processors, power_of_2
 from kernels.gpu.linear import Addend
 from kernels.gpu.lora_tiles import FEW_ROWS, MANY_ROWS, has_many, make_tiles
@@ -34,8 +34,8 @@ U = TypeVar("U")
 
 _FORK_ROWS = 128
 """Rows up to which it pays to run shrink beside the base product; at 256 it did not."""
-_PROMPT_ROWS = 512
-"""A plan with room for more is of prompts: there is work enough for all processors, whatever is cut."""
+_PROMPT_TOKENS = 512
+"""A step of more is of prompts: there is work enough for all processors, whatever is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class ShrinkConfig:
 class ExpandConfig:
     """``fill``: pieces that the work is cut into, roughly; the rest as above.
 
-    ``row_block_n`` is for tiles of one or two rows where a piece has half as many columns; 0: for none.
+    ``many_cost``: what a tile of many rows costs, where one of few costs 1. ``row_block_n``: for tiles of one
+    or two rows where a piece has half as many columns; 0: none.
     """
 
     block_n: int
@@ -69,7 +70,8 @@ class ExpandConfig:
     num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = 128
-    row_block_n: int = 1024
+    many_cost: int = 16
+    row_block_n: int = 0
 
 
 def prepare(plan: LoraPlan, num_tokens: int) -> LoraPlan:
@@ -163,7 +165,7 @@ def lora_shrink(
     tiles = _tiles_of(plan)
     _, num_projections, _, size = pool.a.shape
     columns = num_projections * RANK_PAGE
-    config = config or shrink_config(columns, size, plan.rows.shape[0])
+    config = config or shrink_config(columns, size, x.shape[0])
     v = torch.empty(
         (config.max_splits, plan.rows.shape[0], plan.segment_pages.shape[1], num_projections, RANK_PAGE),
         dtype=torch.float32,
@@ -171,7 +173,7 @@ def lora_shrink(
     )
     pdl = dependent_launch(x)
     grid = min(tiles.units.shape[0] * config.max_splits, num_processors(x) * config.per_processor)
-    lora_kernels.shrink[(grid,)](
+    lora_shrink_kernel.shrink[(grid,)](
         x,
         pool.a,
         pool.scales,
@@ -188,7 +190,7 @@ def lora_shrink(
         BLOCK_COLUMNS=power_of_2(columns),
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        HAS_MANY=has_many(plan),
+        HAS_MANY=has_many(x.shape[0]),
         BLOCK_K=config.block_k,
         MANY_BLOCK_K=config.many_block_k,
         EVEN_K=size % config.block_k == 0,
@@ -217,14 +219,14 @@ def lora_expand(
     ``shrink`` is the configuration that ``lora_shrink`` ran with: it says how many splits hold values.
     """
     tiles = _tiles_of(plan)
-    config = config or expand_config(pool.splits[-1], plan.segment_pages.shape[1], plan.rows.shape[0])
-    shrink = shrink or shrink_config(shrunk.shape[3] * RANK_PAGE, pool.a.shape[3], plan.rows.shape[0])
+    config = config or expand_config(pool.splits[-1], plan.segment_pages.shape[1], y.shape[0])
+    shrink = shrink or shrink_config(shrunk.shape[3] * RANK_PAGE, pool.a.shape[3], y.shape[0])
     sizes = [end - start for start, end in pairwise(pool.splits)]
     num_blocks = sum(ceil_div(size, config.block_n) for size in sizes)
     offsets = (*pool.splits, *[pool.splits[-1]] * (4 - len(pool.splits)))
     pdl = dependent_launch(y)
     grid = min(tiles.tiles.shape[0] * num_blocks, num_processors(y) * config.per_processor)
-    lora_kernels.expand[(grid,)](
+    lora_expand_kernel.expand[(grid,)](
         shrunk,
         pool.scales,
         pool.b,
@@ -236,6 +238,7 @@ def lora_expand(
         pool.a.shape[3],
         shrink.fill,
         config.fill,
+        config.many_cost,
         y.stride(0),
         shrunk.stride(0),
         shrunk.stride(1),
@@ -246,7 +249,7 @@ def lora_expand(
         OUT=pool.splits[-1],
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        HAS_MANY=has_many(plan),
+        HAS_MANY=has_many(y.shape[0]),
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
         ROW_BLOCK_N=config.row_block_n,
@@ -262,14 +265,16 @@ def lora_expand(
     )
 
 
-def shrink_config(columns: int, size: int, max_rows: int) -> ShrinkConfig:
-    """The choice for ``columns`` (16 times the projections) of length ``size``, and room for ``max_rows``."""
-    max_splits = 16 if max_rows <= _PROMPT_ROWS else 4
-    if columns == 16 and size <= 8192 and max_rows > _PROMPT_ROWS:
-        return ShrinkConfig(256, max_splits, 64, num_stages=3)
+def shrink_config(columns: int, size: int, num_tokens: int) -> ShrinkConfig:
+    """The choice for ``columns`` (16 times the projections) of ``size``, in steps of ``num_tokens``."""
+    is_of_prompts = num_tokens > _PROMPT_TOKENS
+    # Whole units of 64 rows take long beside those of one; four parts of each are soon done.
+    max_splits, fill = (4, 1056) if is_of_prompts else (16, 528)
+    if columns == 16 and size <= 8192 and is_of_prompts:
+        return ShrinkConfig(256, max_splits, 64, fill, num_stages=3)
     if columns == 16:
-        return ShrinkConfig(256, max_splits, 128, num_stages=2 if size <= 8192 else 3)
-    return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, num_stages=2)
+        return ShrinkConfig(256, max_splits, 128, fill, num_stages=2 if size <= 8192 else 3)
+    return ShrinkConfig(256 if columns == 32 else 128, max_splits, 64, fill, num_stages=2)
 
 
 def _config_beside(pool: LoraPool) -> ShrinkConfig:
@@ -277,13 +282,16 @@ def _config_beside(pool: LoraPool) -> ShrinkConfig:
     return ShrinkConfig(128, 16, 64, num_stages=3 if columns <= 32 else 2)
 
 
-def expand_config(out: int, num_pages: int, max_rows: int) -> ExpandConfig:
-    """The choice for ``out`` columns in all, adapters of up to ``num_pages``, and room for ``max_rows``.
+def expand_config(out: int, num_pages: int, num_tokens: int) -> ExpandConfig:
+    """The choice for ``out`` columns in all, adapters of up to ``num_pages``, and steps of ``num_tokens``.
 
     Adapters of many pages may stand beside those of one, whose pieces take less time: hence smaller ones.
     """
-    fill = 528 if out >= 16384 or max_rows > _PROMPT_ROWS else 264
-    return ExpandConfig(128, fill=fill if num_pages == 1 else 2 * fill)
+    is_of_prompts = num_tokens > _PROMPT_TOKENS
+    fill = 528 if out >= 16384 or is_of_prompts else 264
+    return ExpandConfig(
+        128, fill=fill if num_pages == 1 else 2 * fill, row_block_n=0 if is_of_prompts else 1024
+    )
 
 
 def _tiles_of(plan: LoraPlan) -> LoraTiles:

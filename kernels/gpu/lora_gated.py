@@ -39,7 +39,7 @@ _BASE_ROWS, _BASE_WIDTH = 64, 4096
 class GatedConfig:
     """``block_n`` columns of gate and as many of up at once; ``fill`` pieces that the work is cut into.
 
-    ``row_block_n`` is for tiles of one row where a piece has half as many columns; 0: for none.
+    ``many_cost`` as in ``ExpandConfig``.
     """
 
     block_n: int = 128
@@ -49,7 +49,7 @@ class GatedConfig:
     num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = None
-    row_block_n: int = 1024
+    many_cost: int = 16
 
 
 def silu_mul_add_lora(
@@ -88,7 +88,7 @@ def lora_expand_silu_mul(
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert tiles.adapted.shape[0] == num_tokens and pool.splits == (0, size, 2 * size)
     config = config or GatedConfig()
-    shrink = shrink or shrink_config(2 * RANK_PAGE, pool.a.shape[3], plan.rows.shape[0])
+    shrink = shrink or shrink_config(2 * RANK_PAGE, pool.a.shape[3], num_tokens)
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     pdl = dependent_launch(gate_up)
     work = tiles.tiles.shape[0] * ceil_div(size, config.block_n)
@@ -108,6 +108,7 @@ def lora_expand_silu_mul(
         pool.a.shape[3],
         shrink.fill,
         config.fill,
+        config.many_cost,
         shrunk.stride(0),
         shrunk.stride(1),
         MAX_PAGES=plan.segment_pages.shape[1],
@@ -115,10 +116,9 @@ def lora_expand_silu_mul(
         SIZE=size,
         FEW=FEW_ROWS,
         MANY=MANY_ROWS,
-        HAS_MANY=has_many(plan),
+        HAS_MANY=has_many(num_tokens),
         BLOCK_N=config.block_n,
         MANY_BLOCK_N=config.many_block_n,
-        ROW_BLOCK_N=config.row_block_n,
         BASE_ROWS=_BASE_ROWS,
         BASE_WIDTH=_BASE_WIDTH,
         BLOCK_K=shrink.block_k,

@@ -7,7 +7,13 @@ import triton.language as tl
 
 from kernels.gpu.activation import gated
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
-from kernels.gpu.lora_kernels import halves, one_row, split_of, sum_splits
+from kernels.gpu.lora_pieces import (
+    halves,
+    parts_of_tiles,
+    piece_of,
+    split_of,
+    sum_splits,
+)
 
 
 @triton.jit
@@ -79,46 +85,25 @@ def _tile_columns(
 
 
 @triton.jit
-def _one_row_columns(
-    v,
-    scales,
-    b,
-    gate_up,
-    out,
-    rows,
-    page,
-    first,
-    rank,
-    start,
-    end,
-    splits,
-    v_split_stride,
-    v_row_stride,
-    SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``_tile_columns`` for one row and one page: sums of vectors, in wide blocks of B."""
-    r = tl.arange(0, 16)
-    row = tl.load(rows + first, eviction_policy="evict_last").to(tl.int64)
-    gate_rank = tl.where(tl.load(scales + page * 2, eviction_policy="evict_last") != 0, rank, 0)
-    up_rank = tl.where(tl.load(scales + page * 2 + 1, eviction_policy="evict_last") != 0, rank, 0)
-    b_offsets = (page.to(tl.int64) * 16 + r) * (2 * SIZE)
-    v_offset = first * v_row_stride
+def _activate(gate_up, out, row, start, end, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of rows that no adapter changes; a row of -1 is none."""
+    for block in range(start, end, WIDTH):
+        n = block + tl.arange(0, WIDTH)
+        mask = (row >= 0)[:, None] & (n < end)[None, :]
+        pointers = gate_up + row[:, None] * (2 * SIZE) + n[None, :]
+        gate = tl.load(pointers, mask, 0.0).to(tl.float32)
+        up = tl.load(pointers + SIZE, mask, 0.0).to(tl.float32)
+        tl.store(out + row[:, None] * SIZE + n[None, :], gated(gate, up).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _unchanged_tile(gate_up, out, rows, first, num_rows, start, end, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Columns of a tile whose adapter has neither projection."""
     wait_for_inputs(PDL)
-    v_gate = one_row(v, v_offset, gate_rank, splits, v_split_stride, MAX_SPLITS)
-    v_up = one_row(v, v_offset + 16, up_rank, splits, v_split_stride, MAX_SPLITS)
-    for block in range(start, end, BLOCK_N):
-        n = block + tl.arange(0, BLOCK_N)
-        inside = n < end
-        b_pointers = b + b_offsets[:, None] + n[None, :]
-        pointers = gate_up + row * (2 * SIZE) + n
-        gate_b = tl.load(b_pointers, (r < gate_rank)[:, None] & inside[None, :], 0.0).to(tl.float32)
-        gate = tl.load(pointers, inside, 0.0).to(tl.float32) + tl.sum(v_gate[:, None] * gate_b, 0)
-        up_b = tl.load(b_pointers + SIZE, (r < up_rank)[:, None] & inside[None, :], 0.0).to(tl.float32)
-        up = tl.load(pointers + SIZE, inside, 0.0).to(tl.float32) + tl.sum(v_up[:, None] * up_b, 0)
-        tl.store(out + row * SIZE + n, gated(gate, up).to(out.dtype.element_ty), inside)
+    for top in range(0, num_rows, 4):
+        i = top + tl.arange(0, 4)
+        row = tl.load(rows + first + i, i < num_rows, -1, eviction_policy="evict_last").to(tl.int64)
+        _activate(gate_up, out, row, start, end, SIZE, 2048)
 
 
 @triton.jit
@@ -138,20 +123,15 @@ def _base_columns(
     pieces: tl.constexpr = (SIZE + BASE_WIDTH - 1) // BASE_WIDTH
     row = piece // pieces * BASE_ROWS + tl.arange(0, BASE_ROWS)
     base = tl.load(adapted + row, row < num_tokens, 1, eviction_policy="evict_last") == 0
-    row = row.to(tl.int64)
     if tl.max(base.to(tl.int32), 0) > 0:
         wait_for_inputs(PDL)
         start = piece % pieces * BASE_WIDTH
-        for block in range(start, tl.minimum(start + BASE_WIDTH, SIZE), width):
-            n = block + tl.arange(0, width)
-            mask = base[:, None] & (n < SIZE)[None, :]
-            pointers = gate_up + row[:, None] * (2 * SIZE) + n[None, :]
-            gate = tl.load(pointers, mask, 0.0).to(tl.float32)
-            up = tl.load(pointers + SIZE, mask, 0.0).to(tl.float32)
-            tl.store(out + row[:, None] * SIZE + n[None, :], gated(gate, up).to(out.dtype.element_ty), mask)
+        shown = tl.where(base, row, -1).to(tl.int64)
+        end = tl.minimum(start + BASE_WIDTH, SIZE)
+        _activate(gate_up, out, shown, start, end, SIZE, width)
 
 
-@kernel(do_not_specialize=["num_tokens", "fill", "expand_fill"])
+@kernel(do_not_specialize=["num_tokens", "fill", "expand_fill", "many_cost"])
 def expand_silu_mul(
     v,
     scales,
@@ -167,6 +147,7 @@ def expand_silu_mul(
     in_size,
     fill,
     expand_fill,
+    many_cost,
     v_split_stride,
     v_row_stride,
     MAX_PAGES: tl.constexpr,
@@ -177,7 +158,6 @@ def expand_silu_mul(
     HAS_MANY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MANY_BLOCK_N: tl.constexpr,
-    ROW_BLOCK_N: tl.constexpr,
     BASE_ROWS: tl.constexpr,
     BASE_WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -190,9 +170,15 @@ def expand_silu_mul(
     num_tiles = tl.load(counts, eviction_policy="evict_last")
     num_units = tl.load(counts + 1, eviction_policy="evict_last")
     splits, _ = split_of(num_units, in_size, fill, BLOCK_K, MAX_SPLITS)
-    width = tl.maximum(tl.cdiv(num_tiles * tl.cdiv(SIZE, BLOCK_N), expand_fill), 1) * BLOCK_N
-    parts = tl.cdiv(SIZE, width)
-    tile_items = num_tiles * parts
+    num_many = 0
+    if HAS_MANY:
+        num_many = tl.load(counts + 2, eviction_policy="evict_last")
+    many_parts, parts = parts_of_tiles(num_tiles, num_many, expand_fill, many_cost, HAS_MANY)
+    many_width = tl.cdiv(tl.cdiv(SIZE, BLOCK_N), many_parts) * BLOCK_N
+    few_width = tl.cdiv(tl.cdiv(SIZE, BLOCK_N), parts) * BLOCK_N
+    many_items = tl.cdiv(SIZE, many_width)
+    few_items = tl.cdiv(SIZE, few_width)
+    tile_items = num_many * many_items + (num_tiles - num_many) * few_items
     items = tile_items + tl.cdiv(num_tokens, BASE_ROWS) * tl.cdiv(SIZE, BASE_WIDTH)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if item >= tile_items:
@@ -200,22 +186,23 @@ def expand_silu_mul(
                 gate_up, out, adapted, num_tokens, item - tile_items, SIZE, BASE_ROWS, BASE_WIDTH, PDL
             )
         else:
-            tile = tiles + (item // parts) * 5
+            number, part, width = piece_of(
+                item, num_many, many_items, many_width, few_items, few_width, HAS_MANY
+            )
+            tile = tiles + number * 5
             first = tl.load(tile, eviction_policy="evict_last")
             num_rows = tl.load(tile + 1, eviction_policy="evict_last")
             pages = segment_pages + tl.load(tile + 2, eviction_policy="evict_last") * MAX_PAGES
             rank = tl.load(tile + 3, eviction_policy="evict_last")
             page = tl.load(tile + 4, eviction_policy="evict_last")
-            start = item % parts * width
+            start = part * width
             end = tl.minimum(start + width, SIZE)
             few_rank_rows = (RANK_ROWS == 16) | (rank <= 16)
             few_rows = (not HAS_MANY) | (num_rows <= FEW)
-            if few_rank_rows & (num_rows == 1) & (2 * width > ROW_BLOCK_N) & (ROW_BLOCK_N > 0):
-                if ROW_BLOCK_N > 0:
-                    _one_row_columns(
-                        v, scales, b, gate_up, out, rows, page, first, rank, start, end, splits,
-                        v_split_stride, v_row_stride, SIZE, ROW_BLOCK_N, MAX_SPLITS, PDL,
-                    )  # fmt: skip
+            has = tl.load(scales + page * 2, eviction_policy="evict_last") != 0
+            has = has | (tl.load(scales + page * 2 + 1, eviction_policy="evict_last") != 0)
+            if not has:
+                _unchanged_tile(gate_up, out, rows, first, num_rows, start, end, SIZE, PDL)
             elif few_rank_rows & few_rows:
                 _tile_columns(
                     v, scales, b, gate_up, out, rows, pages, page, first, num_rows, rank, start, end, splits,

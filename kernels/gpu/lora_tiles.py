@@ -7,9 +7,9 @@ each replay it follows whatever the static buffers of the plan say, for any numb
     units  int32 [max_units, 4]   first of rows | rows | page id | page number * 16 + live rank rows - 1
 
 A tile is some rows of one segment: the unit of expand. Segments of up to 32 rows are cut into tiles of 16,
-longer ones into tiles of 64, unless none may have more than 256. A unit is one tile under one rank page: the
-unit of shrink. ``counts`` holds how many of each are live, and ``adapted`` a 1 for each token of the step
-that is in a tile.
+longer ones into tiles of 64, which come first, unless the step has no more than 256 tokens. A unit is one
+tile under one rank page: the unit of shrink. ``counts`` holds how many tiles are live, how many units, and
+how many tiles of 64; ``adapted`` a 1 for each token of the step that is in a tile.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from kernels.gpu.launch import ceil_div, kernel, power_of_2
+from kernels.gpu.launch import ceil_div, kernel, list_block
 from kernels.plans import LoraPlan, LoraTiles
 
 FEW_ROWS = 16
 MANY_ROWS = 64
 _ALL_FEW = 256
-"""Where no segment has more rows, all tiles are of few. More programs then read a page, from the cache, and
-the kernels hold the code for few rows alone."""
+"""In a step of no more tokens all tiles are of few. More programs then read a page, from the cache, and the
+kernels hold the code for few rows alone."""
 
 
-def has_many(plan: LoraPlan) -> bool:
-    """Whether a tile of the plan may have more than ``FEW_ROWS``."""
-    return plan.max_segment_rows > _ALL_FEW
+def has_many(num_tokens: int) -> bool:
+    """Whether a tile of a step of so many tokens may have more than ``FEW_ROWS``."""
+    return num_tokens > _ALL_FEW
 
 
 def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
     """Launches the kernel that fills the work list of ``plan``, of a step of ``num_tokens``.
 
     Segments that are padding (no rows, or no rank) get no tile. Sizes of buffers and grid come from the
-    shapes of the plan's tensors and ``max_segment_rows``: under graph capture these must be the largest that
-    any replay needs.
+    shapes of the plan's tensors and ``num_tokens``: under graph capture these must be the largest that any
+    replay needs. What kernels are compiled for comes from ``num_tokens`` and the width of the table alone.
     """
     num_segments, num_pages = plan.segment_pages.shape
     num_rows = plan.rows.shape[0]
@@ -45,10 +45,10 @@ def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
     device = plan.rows.device
     tiles = torch.empty((max_tiles, 5), dtype=torch.int32, device=device)
     units = torch.empty((max_tiles * num_pages, 4), dtype=torch.int32, device=device)
-    counts = torch.empty(2, dtype=torch.int32, device=device)
+    counts = torch.empty(3, dtype=torch.int32, device=device)
     adapted = torch.zeros(num_tokens, dtype=torch.int8, device=device)
-    largest = MANY_ROWS if has_many(plan) else FEW_ROWS
-    _make_tiles[(max(2, ceil_div(plan.max_segment_rows, largest)),)](
+    largest = MANY_ROWS if has_many(num_tokens) else FEW_ROWS
+    _make_tiles[(max(2, ceil_div(num_tokens, largest)),)](
         plan.segment_starts,
         plan.segment_pages,
         plan.segment_ranks,
@@ -61,7 +61,7 @@ def make_tiles(plan: LoraPlan, num_tokens: int) -> LoraTiles:
         MAX_PAGES=num_pages,
         FEW=FEW_ROWS,
         MANY=largest,
-        BLOCK=power_of_2(num_segments),
+        BLOCK=list_block(num_segments),
     )
     # The layers' kernels read the list before they wait for what precedes them. A plain copy in between,
     # which starts only when the list is written, makes that safe.
@@ -93,14 +93,20 @@ def _make_tiles(
     rank = tl.load(segment_ranks + n, live, 0)
     rows = tl.where(rank > 0, tl.maximum(rows, 0), 0)
     num_pages = (rank + 15) // 16
-    tile_rows = tl.where(rows <= 2 * FEW, FEW, MANY)
+    has_many = (rows > 2 * FEW) & (MANY > FEW)
+    tile_rows = tl.where(has_many, MANY, FEW)
     num_tiles = (rows + tile_rows - 1) // tile_rows
     num_units = num_tiles * num_pages
-    tile = tl.cumsum(num_tiles, 0) - num_tiles + k
+    num_many = tl.where(has_many, num_tiles, 0)
+    num_few = num_tiles - num_many
+    first_of_many = tl.cumsum(num_many, 0) - num_many
+    first_of_few = tl.sum(num_many, 0) + tl.cumsum(num_few, 0) - num_few
+    tile = tl.where(has_many, first_of_many, first_of_few) + k
     unit = tl.cumsum(num_units, 0) - num_units + k * num_pages
     if k == 0:
         tl.store(counts, tl.sum(num_tiles, 0))
         tl.store(counts + 1, tl.sum(num_units, 0))
+        tl.store(counts + 2, tl.sum(num_many, 0))
     has = num_tiles > k
     first = start + k * tile_rows
     size = tl.minimum(rows - k * tile_rows, tile_rows)

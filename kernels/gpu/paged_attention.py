@@ -3,8 +3,8 @@
 Both treat the query heads that share a key head as rows of one tile, so that a cached key is read once
 for all of them. *decode* takes one sequence and key head a program, or a part of its context where the
 batch is small: then the parts leave unnormalised sums, and a third kernel joins them. How many parts
-there are depends on the shapes of the plan and its host values alone, so a captured graph fits any
-context up to the captured ``max_context_len``. *prefill* takes a tile of queries a program.
+there are depends on the shapes of the plan alone, so a captured graph fits any context, and so do few
+compiled kernels. *prefill* takes a tile of queries a program.
 
 A step that may have both kinds of sequence launches both kernels, over a work list (``attention_work``). They
 run at the same time: decode starts when all programs of prefill have seen what they wait for, so that it need
@@ -103,14 +103,13 @@ class _Parts:
 
 def _parts(plan: AttentionPlan, num_kv_heads: int, programs: int, config: DecodeConfig) -> _Parts:
     num_seqs = plan.context_lens.shape[0]
-    most = min(config.max_splits, ceil_div(plan.max_context_len, config.block_n))
     if plan.work is None:
-        splits = power_of_2(max(1, min(most, programs // (num_seqs * num_kv_heads))) + 1) // 2
+        wanted = max(1, programs // (num_seqs * num_kv_heads))
+        splits = power_of_2(min(config.max_splits, wanted) + 1) // 2
         return _Parts(num_seqs, splits, num_seqs if splits > 1 else 0)
     # On the device: programs // (decodes * num_kv_heads), if that is more than one.
     joined = min(num_seqs, programs // (2 * num_kv_heads))
-    splits = power_of_2(max(1, min(most, config.max_mixed_splits)) + 1) // 2 if joined else 1
-    return _Parts(num_seqs, splits, joined if splits > 1 else 0)
+    return _Parts(num_seqs, config.max_mixed_splits if joined else 1, joined)
 
 
 def _decode(
@@ -219,7 +218,6 @@ def _prefill(
         BLOCK_N=config.block_n,
         KV_BLOCK=BLOCK_SIZE,
         WALKS=walks,
-        BESIDE_DECODE=plan.context_lens.shape[0] > 1,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

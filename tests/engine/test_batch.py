@@ -28,8 +28,8 @@ def test_rows_lie_one_after_another() -> None:
     assert plan.positions.tolist() == [33, 15, 16, 17, 0, 1]
     assert plan.block_tables.tolist() == [[4, 2, 9], [7, 3, -1], [0, -1, -1]]
     assert plan.slots.tolist() == [9 * 16 + 1, 7 * 16 + 15, 3 * 16, 3 * 16 + 1, 0, 1]
-    assert (plan.max_query_len, plan.max_context_len) == (3, 34)
-    assert batch.lora.num_rows == batch.lora.num_segments == batch.lora.max_segment_rows == 0
+    assert plan.max_query_len == 3
+    assert batch.lora.num_rows == batch.lora.num_segments == 0
     dtypes = {plan.query_starts.dtype, plan.context_lens.dtype, plan.block_tables.dtype}
     assert dtypes == {torch.int32}
     assert {batch.tokens.dtype, plan.slots.dtype, plan.positions.dtype} == {torch.int64}
@@ -51,7 +51,7 @@ def test_tokens_are_grouped_by_adapter() -> None:
     assert plan.segment_starts.tolist() == [0, 4, 6]
     assert plan.segment_pages.tolist() == [[7, 1, 3], [2, -1, -1]]
     assert plan.segment_ranks.tolist() == [40, 8]
-    assert (plan.num_rows, plan.num_segments, plan.max_segment_rows) == (6, 2, 4)
+    assert (plan.num_rows, plan.num_segments) == (6, 2)
     assert {plan.rows.dtype, plan.segment_starts.dtype, plan.segment_pages.dtype} == {torch.int32}
 
 

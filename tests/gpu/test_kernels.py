@@ -47,7 +47,6 @@ def buffers() -> LoraPlan:
         segment_ranks=empty(SEGMENTS),
         num_rows=ROWS,
         num_segments=SEGMENTS,
-        max_segment_rows=ROWS,
     )
     fill(plan, make_lora_plan([16], [1], PAGES))
     return plan
@@ -82,7 +81,6 @@ def test_lora_beside_the_base_product_in_a_graph(rows: int, in_parts: bool) -> N
         segment_ranks=static.segment_ranks,
         num_rows=rows,
         num_segments=SEGMENTS,
-        max_segment_rows=rows,
     )
 
     def chain() -> torch.Tensor:

@@ -88,7 +88,6 @@ def build_attention_case(
         slots,
         positions,
         max(queries),
-        max(contexts),
     )
     qkv = torch.randn(tokens, (heads.query + 2 * heads.kv) * heads.dim, generator=rng).to(dtype)
     qkv[flat:] = float("nan")
@@ -155,7 +154,6 @@ def build_lora_case(
         torch.tensor(ranks, dtype=torch.int32),
         len(flat),
         len(adapters),
-        max(map(len, groups)),
     )
     x = torch.randn(tokens, in_features, generator=rng).to(dtype)
     y = torch.randn(tokens, sum(outputs), generator=rng).to(dtype)

@@ -114,7 +114,7 @@ def test_a_row_has_the_same_bits_whoever_is_beside_it(
     assert torch.equal(case.y[rows], other.y[rows])
     single = _mixed(lora_case, dtype)
     one = dataclasses.replace(plan, rows=plan.rows[1:2].clone(), segment_starts=torch.tensor([0, 1]).int())
-    apply_lora(single.x, single.y, single.pool, dataclasses.replace(one, num_rows=1, max_segment_rows=1))
+    apply_lora(single.x, single.y, single.pool, dataclasses.replace(one, num_rows=1))
     assert torch.equal(case.y[rows[1]], single.y[rows[1]])
 
 

@@ -47,7 +47,6 @@ def test_rope_write_kv(head_dim: int, num_heads: int, num_kv_heads: int) -> None
         slots=slots,
         positions=torch.tensor([5, 6, 0, 30]),
         max_query_len=4,
-        max_context_len=4,
     )
     qkv = torch.randn(4, (num_heads + 2 * num_kv_heads) * head_dim)
     qkv[1] = float("nan")

@@ -22,16 +22,24 @@ NUM_PAGES = 24
 
 
 @pytest.fixture(
-    params=[(0, 1024), (128, 1024), (0, 16)],
-    ids=["tiles of both sizes", "tiles of few rows", "one or two rows by vectors"],
+    params=[
+        (0, 1024, {}),
+        (128, 1024, {}),
+        (0, 16, {}),
+        (0, 64, {"fill": 6, "block_n": 32, "many_block_n": 16}),
+    ],
+    ids=["tiles of both sizes", "tiles of few rows", "one or two rows by vectors", "pieces of two lengths"],
 )
 def tile_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of work lists, whatever the number of rows, and both ways with one or two."""
-    all_few, row_block_n = request.param
+    """Both kinds of work lists, whatever the number of rows, both ways with one or two, and pieces of all
+    kinds."""
+    all_few, row_block_n, changes = request.param
     choose = lora.expand_config
     monkeypatch.setattr(lora_tiles, "_ALL_FEW", all_few)
-    monkeypatch.setattr(lora, "expand_config", lambda *of: replace(choose(*of), row_block_n=row_block_n))
-    monkeypatch.setattr(lora_gated, "GatedConfig", partial(lora_gated.GatedConfig, row_block_n=row_block_n))
+    monkeypatch.setattr(
+        lora, "expand_config", lambda *of: replace(choose(*of), row_block_n=row_block_n, **changes)
+    )
+    monkeypatch.setattr(lora_gated, "GatedConfig", partial(lora_gated.GatedConfig, **changes))
 
 
 def make_plan(segments: list[tuple[int, int]], num_tokens: int, max_pages: int, spare: int = 0) -> LoraPlan:
@@ -56,7 +64,6 @@ def make_plan(segments: list[tuple[int, int]], num_tokens: int, max_pages: int, 
         segment_ranks=torch.tensor(ranks, dtype=torch.int32),
         num_rows=total,
         num_segments=len(ranks),
-        max_segment_rows=max(count for count, _ in segments),
     )
 
 
@@ -107,7 +114,7 @@ def test_one_row_of_each_rank(rank: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("tile_sizes")
-@pytest.mark.parametrize("outs", [[64], [48, 80], [64, 32, 32]])
+@pytest.mark.parametrize("outs", [[64], [48, 80], [64, 32, 32], [200, 72]])
 def test_mixed_ranks_base_rows_padding_and_empty_segments(outs: list[int]) -> None:
     torch.manual_seed(len(outs))
     segments = [(1, 8), (0, 16), (17, 16), (3, 64), (33, 16), (35, 40), (2, 16)]
@@ -144,16 +151,16 @@ def test_work_list_counts_only_live_tiles_and_pages(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(lora_tiles, "_ALL_FEW", 64)
     plan = make_plan([(17, 24), (0, 16), (65, 8)], num_tokens=82, max_pages=4, spare=2)
     tiles = make_tiles(plan, 90)
-    assert tiles.counts.tolist() == [4, 6]
+    assert tiles.counts.tolist() == [4, 6, 2]
     first, second = plan.segment_pages[0, :2].tolist()
     third = int(plan.segment_pages[2, 0])
-    want = [[0, 16, 0, 24, first], [16, 1, 0, 24, first], [17, 64, 2, 8, third], [81, 1, 2, 8, third]]
+    want = [[17, 64, 2, 8, third], [81, 1, 2, 8, third], [0, 16, 0, 24, first], [16, 1, 0, 24, first]]
     assert tiles.tiles[:4].tolist() == want
     assert tiles.units[:2].tolist() == [[0, 16, first, 15], [0, 16, second, 16 + 7]]
     assert tiles.units[4].tolist() == [17, 64, third, 7]
-    monkeypatch.setattr(lora_tiles, "_ALL_FEW", 65)
+    monkeypatch.setattr(lora_tiles, "_ALL_FEW", 90)
     tiles = make_tiles(plan, 90)
-    assert tiles.counts.tolist() == [7, 9]
+    assert tiles.counts.tolist() == [7, 9, 0]
     assert tiles.tiles[2:7, :2].tolist() == [[17, 16], [33, 16], [49, 16], [65, 16], [81, 1]]
 
 
@@ -195,9 +202,12 @@ def test_gate_and_up_with_their_activation(segments: list[tuple[int, int]], dtyp
     torch.manual_seed(len(segments))
     plan = make_plan(segments, num_tokens=97, max_pages=4, spare=2)
     pool = make_pool(plan, 96, [144, 144], dtype)
-    lacking = plan.segment_pages[-3]
-    lacking = lacking[lacking >= 0].long()
-    pool.scales[lacking, 1], pool.b[lacking, :, 144:] = 0, float("nan")
+    for segment, columns in ((-3, slice(144, None)), (min(2, len(segments) - 1), slice(None))):
+        lacking = plan.segment_pages[segment]
+        lacking = lacking[lacking >= 0].long()
+        pool.scales[lacking, 1], pool.b[lacking, :, columns] = 0, float("nan")
+        if columns.start is None:
+            pool.scales[lacking, 0] = 0
     x, gate_up = torch.randn(97, 96).to(dtype), torch.randn(97, 288).to(dtype)
     want = expected(x, gate_up, pool, plan)
     plan = lora.prepare(plan, 97)

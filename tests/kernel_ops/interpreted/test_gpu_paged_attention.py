@@ -34,7 +34,6 @@ def make_plan(sequences: list[tuple[int, int]], padding: int = 0) -> tuple[Atten
         slots=torch.full((num_tokens,), -1),
         positions=torch.zeros(num_tokens, dtype=torch.int64),
         max_query_len=max(q for q, _ in sequences),
-        max_context_len=max(c for _, c in sequences),
     )
     return plan, num_blocks
 

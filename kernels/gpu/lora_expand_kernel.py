@@ -1,9 +1,4 @@
-"""The two Triton kernels of ``kernels.gpu.lora``; layouts are described there and in ``lora_tiles``.
-
-Beside the base products, which stream gigabytes through the L2 cache, nearly every load of a short kernel
-misses. So chains of dependent loads are short, and what every layer reads again (the work list, the rows, the
-scales) asks to be evicted last.
-"""
+"""Expand of ``kernels.gpu.lora``; layouts are described there and in ``lora_tiles``."""
 
 from __future__ import annotations
 
@@ -11,166 +6,13 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
-
-
-@triton.jit
-def split_of(num_units, size, fill, BLOCK_K: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """(splits, length of one) along ``in``: as many as bring ``num_units`` up to ``fill`` pieces of work."""
-    chunks = tl.cdiv(size, BLOCK_K)
-    wanted = tl.minimum(tl.maximum(fill // tl.maximum(num_units, 1), 1), MAX_SPLITS)
-    chunks_per_split = tl.cdiv(chunks, wanted)
-    return tl.cdiv(chunks, chunks_per_split), chunks_per_split * BLOCK_K
-
-
-@triton.jit
-def _load_a(a, offsets, mask, k, size, EVEN_K: tl.constexpr):
-    """[BLOCK_K, BLOCK_COLUMNS]: the live rank rows of all projections of a page, zeros for the others."""
-    if EVEN_K:
-        return tl.load(a + offsets[None, :] + k[:, None], mask[None, :], 0.0)
-    return tl.load(a + offsets[None, :] + k[:, None], mask[None, :] & (k < size)[:, None], 0.0)
-
-
-@triton.jit
-def _load_x(x, row_offsets, row_mask, k, size, EVEN_K: tl.constexpr):
-    if EVEN_K:
-        return tl.load(x + row_offsets[:, None] + k[None, :], row_mask[:, None], 0.0)
-    return tl.load(x + row_offsets[:, None] + k[None, :], row_mask[:, None] & (k < size)[None, :], 0.0)
-
-
-@triton.jit
-def _shrink_unit(
-    x,
-    a,
-    scales,
-    v,
-    rows,
-    first,
-    num_rows,
-    page,
-    page_and_live,
-    start,
-    end,
-    size,
-    x_stride,
-    v_row_stride,
-    COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``start`` to ``end`` along ``in``, for one tile under one page; ``v`` is the split's, at row 0."""
-    i = tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, BLOCK_COLUMNS)
-    row = tl.load(rows + first + i, i < num_rows, -1, eviction_policy="evict_last")
-    row_mask = row >= 0
-    x_offsets = row.to(tl.int64) * x_stride
-    scale = tl.load(
-        scales + page * (COLUMNS // 16) + column // 16, column < COLUMNS, 0.0, eviction_policy="evict_last"
-    )
-    a_mask = (column < COLUMNS) & (column % 16 <= page_and_live % 16)
-    a_offsets = (page.to(tl.int64) * COLUMNS + column) * size
-    k = start + tl.arange(0, BLOCK_K)
-    # The first chunk of A, which no kernel of the step writes, travels while the kernel before drains.
-    a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
-    wait_for_inputs(PDL)
-    x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
-    acc = tl.dot(x_block, a_block, input_precision="ieee")
-    # Where the adapter lacks a projection, its scale is 0 and the page may hold anything.
-    has = scale != 0
-    end = tl.where(tl.max(has.to(tl.int32)) > 0, end, start)
-    for chunk in range(start + BLOCK_K, end, BLOCK_K):
-        k = chunk + tl.arange(0, BLOCK_K)
-        x_block = _load_x(x, x_offsets, row_mask, k, size, EVEN_K)
-        a_block = _load_a(a, a_offsets, a_mask, k, size, EVEN_K)
-        acc = tl.dot(x_block, a_block, acc, input_precision="ieee")
-    offsets = (first + i).to(tl.int64)[:, None] * v_row_stride + column[None, :]
-    mask = (i < num_rows)[:, None] & (column < COLUMNS)[None, :]
-    acc = tl.where(has[None, :], acc * scale[None, :], 0.0)
-    tl.store(v + (page_and_live // 16) * COLUMNS + offsets, acc, mask)
-
-
-@kernel(do_not_specialize=["fill"])
-def shrink(
-    x,
-    a,
-    scales,
-    v,
-    units,
-    counts,
-    rows,
-    size,
-    fill,
-    x_stride,
-    v_split_stride,
-    v_row_stride,
-    COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
-    HAS_MANY: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MANY_BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    num_units = tl.load(counts + 1, eviction_policy="evict_last")
-    splits, split_size = split_of(num_units, size, fill, BLOCK_K, MAX_SPLITS)
-    for item in range(tl.program_id(0), num_units * splits, tl.num_programs(0)):
-        split = item % splits
-        unit = units + (item // splits) * 4
-        first = tl.load(unit, eviction_policy="evict_last")
-        num_rows = tl.load(unit + 1, eviction_policy="evict_last")
-        page = tl.load(unit + 2, eviction_policy="evict_last")
-        page_and_live = tl.load(unit + 3, eviction_policy="evict_last")
-        start = split * split_size
-        end = tl.minimum(start + split_size, size)
-        target = v + split.to(tl.int64) * v_split_stride
-        if (not HAS_MANY) | (num_rows <= FEW):
-            _shrink_unit(
-                x, a, scales, target, rows, first, num_rows, page, page_and_live, start, end, size, x_stride,
-                v_row_stride, COLUMNS, BLOCK_COLUMNS, FEW, BLOCK_K, EVEN_K, PDL,
-            )  # fmt: skip
-        else:
-            _shrink_unit(
-                x, a, scales, target, rows, first, num_rows, page, page_and_live, start, end, size, x_stride,
-                v_row_stride, COLUMNS, BLOCK_COLUMNS, MANY, MANY_BLOCK_K, EVEN_K, PDL,
-            )  # fmt: skip
-    wait_for_inputs(PDL)
-
-
-@triton.jit
-def _four_splits(v, offsets, mask, group, splits, v_split_stride):
-    s = group + tl.arange(0, 4)
-    pointers = v + s.to(tl.int64)[:, None, None] * v_split_stride + offsets[None, :, :]
-    return tl.sum(tl.load(pointers, (s < splits)[:, None, None] & mask[None, :, :], 0.0), 0)
-
-
-@triton.jit
-def sum_splits(v, offsets, mask, splits, v_split_stride, MAX_SPLITS: tl.constexpr, ONE_BY_ONE: tl.constexpr):
-    """float32 [rows, rank rows]: the live splits, summed in an order that depends on nothing else.
-
-    Many loads are in flight at once where the sum is small, and one at a time where registers forbid it.
-    """
-    if ONE_BY_ONE:
-        total = tl.load(v + offsets, mask, 0.0)
-        for s in range(1, splits):
-            total += tl.load(v + s * v_split_stride + offsets, mask, 0.0)
-    else:
-        total = _four_splits(v, offsets, mask, 0, splits, v_split_stride)
-        for group in tl.static_range(4, MAX_SPLITS, 4):
-            total += _four_splits(v, offsets, mask, group, splits, v_split_stride)
-    return total
-
-
-@triton.jit
-def halves(v, b):
-    """v in float32 as the sum of two numbers of the type of b: the tensor cores then lose nothing of it."""
-    high = v.to(b.dtype.element_ty)
-    return high, (v - high.to(tl.float32)).to(b.dtype.element_ty)
+from kernels.gpu.lora_pieces import (
+    halves,
+    parts_of_tiles,
+    piece_of,
+    split_of,
+    sum_splits,
+)
 
 
 @triton.jit
@@ -204,15 +46,6 @@ def _add_product(high, low, b_block, y_block):
 
 
 @triton.jit
-def one_row(v, offset, rank, splits, v_split_stride, MAX_SPLITS: tl.constexpr):
-    """float32 [16]: the live splits of the row at ``offset``, summed; zeros above the live rank rows."""
-    s = tl.arange(0, MAX_SPLITS)
-    r = tl.arange(0, 16)
-    pointers = v + s.to(tl.int64)[:, None] * v_split_stride + offset + r[None, :]
-    return tl.sum(tl.load(pointers, (s < splits)[:, None] & (r < rank)[None, :], 0.0), 0)
-
-
-@triton.jit
 def _expand_two_rows(
     v,
     b,
@@ -243,8 +76,8 @@ def _expand_two_rows(
     b_offsets = (page.to(tl.int64) * 16 + r) * OUT
     v_offset = first * v_row_stride + projection * 16
     wait_for_inputs(PDL)
-    v_row = one_row(v, v_offset, rank, splits, v_split_stride, MAX_SPLITS)
-    v_other = one_row(
+    v_row = _sum_of_row(v, v_offset, rank, splits, v_split_stride, MAX_SPLITS)
+    v_other = _sum_of_row(
         v, v_offset + v_row_stride, tl.where(num_rows > 1, rank, 0), splits, v_split_stride, MAX_SPLITS
     )
     for block in range(start, end, BLOCK_N):
@@ -255,6 +88,15 @@ def _expand_two_rows(
         _add_row(y + row * y_stride + n, tl.sum(v_row[:, None] * b_block, 0), inside, ADDS)
         both = inside & (num_rows > 1)
         _add_row(y + other * y_stride + n, tl.sum(v_other[:, None] * b_block, 0), both, ADDS)
+
+
+@triton.jit
+def _sum_of_row(v, offset, rank, splits, v_split_stride, MAX_SPLITS: tl.constexpr):
+    """float32 [16]: ``sum_splits`` of the row at ``offset``; zeros above the live rank rows."""
+    s = tl.arange(0, MAX_SPLITS)
+    r = tl.arange(0, 16)
+    pointers = v + s.to(tl.int64)[:, None] * v_split_stride + offset + r[None, :]
+    return tl.sum(tl.load(pointers, (s < splits)[:, None] & (r < rank)[None, :], 0.0), 0)
 
 
 @triton.jit
@@ -343,7 +185,14 @@ def _columns_of(part, width, split_0, split_1, split_2, split_3):
     return projection, start, tl.minimum(start + width, end)
 
 
-@kernel(do_not_specialize=["fill", "expand_fill"])
+@triton.jit
+def _items_of(width, split_0, split_1, split_2, split_3):
+    """Pieces of at most ``width`` columns, none of which spans two projections."""
+    items = tl.cdiv(split_1 - split_0, width) + tl.cdiv(split_2 - split_1, width)
+    return items + tl.cdiv(split_3 - split_2, width)
+
+
+@kernel(do_not_specialize=["fill", "expand_fill", "many_cost"])
 def expand(
     v,
     scales,
@@ -356,6 +205,7 @@ def expand(
     size,
     fill,
     expand_fill,
+    many_cost,
     y_stride,
     v_split_stride,
     v_row_stride,
@@ -383,20 +233,27 @@ def expand(
     let_next_start(PDL)
     num_tiles = tl.load(counts, eviction_policy="evict_last")
     splits, _ = split_of(tl.load(counts + 1, eviction_policy="evict_last"), size, fill, BLOCK_K, MAX_SPLITS)
-    # An item is a tile and some columns of one projection: as many as make about expand_fill items.
+    # An item is a tile and some columns of one projection; tiles of many rows come first.
     blocks = tl.cdiv(split_1 - split_0, BLOCK_N) + tl.cdiv(split_2 - split_1, BLOCK_N)
     blocks += tl.cdiv(split_3 - split_2, BLOCK_N)
-    width = tl.maximum(tl.cdiv(num_tiles * blocks, expand_fill), 1) * BLOCK_N
-    items = tl.cdiv(split_1 - split_0, width) + tl.cdiv(split_2 - split_1, width)
-    items += tl.cdiv(split_3 - split_2, width)
-    for item in range(tl.program_id(0), num_tiles * items, tl.num_programs(0)):
-        tile = tiles + (item // items) * 5
+    num_many = 0
+    if HAS_MANY:
+        num_many = tl.load(counts + 2, eviction_policy="evict_last")
+    many_parts, parts = parts_of_tiles(num_tiles, num_many, expand_fill, many_cost, HAS_MANY)
+    many_width = tl.cdiv(blocks, many_parts) * BLOCK_N
+    few_width = tl.cdiv(blocks, parts) * BLOCK_N
+    many_items = _items_of(many_width, split_0, split_1, split_2, split_3)
+    few_items = _items_of(few_width, split_0, split_1, split_2, split_3)
+    num_items = num_many * many_items + (num_tiles - num_many) * few_items
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        number, part, width = piece_of(item, num_many, many_items, many_width, few_items, few_width, HAS_MANY)
+        tile = tiles + number * 5
         first = tl.load(tile, eviction_policy="evict_last")
         num_rows = tl.load(tile + 1, eviction_policy="evict_last")
         segment = tl.load(tile + 2, eviction_policy="evict_last")
         rank = tl.load(tile + 3, eviction_policy="evict_last")
         page = tl.load(tile + 4, eviction_policy="evict_last")
-        projection, start, end = _columns_of(item % items, width, split_0, split_1, split_2, split_3)
+        projection, start, end = _columns_of(part, width, split_0, split_1, split_2, split_3)
         pages = segment_pages + segment * MAX_PAGES
         # An adapter that lacks the projection adds nothing, and its page may hold anything.
         has = tl.load(scales + page * PROJECTIONS + projection, eviction_policy="evict_last") != 0
