@@ -16,6 +16,27 @@ ALIGNMENT = 16
 """Bytes. Kernels are compiled for addresses of this alignment, wherever a step's tensors lie."""
 
 
+_MOST_BYTES = 8 << 20
+"""What a grammar's bits of 256 rows take, and nothing else of a step comes near."""
+_LARGE_BYTES = 64 << 10
+_BLOCKS, _LARGE_BLOCKS = 8, 4
+"""Of one size; a few steps have copies under way, each of some arrays."""
+
+
+def lock_host_memory(device: torch.device) -> None:
+    """Has torch page-lock blocks of every size that a step's arrays may have, and keep them.
+
+    To lock memory while the device works may hold the host up for ten milliseconds, and so may the first step
+    of one more row. torch rounds sizes up to powers of two, hence some blocks of each are enough.
+    """
+    if device.type != "cuda":
+        return
+    held: list[torch.Tensor] = []
+    for size in (1 << power for power in range(_MOST_BYTES.bit_length())):
+        count = _BLOCKS if size <= _LARGE_BYTES else _LARGE_BLOCKS
+        held += [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array as a tensor on the device; on a CPU they share memory."""
     tensor = torch.from_numpy(array)

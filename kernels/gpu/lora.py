@@ -70,7 +70,7 @@ class ExpandConfig:
     num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = 128
-    many_cost: int = 16
+    many_cost: int = 6
     row_block_n: int = 0
 
 

@@ -49,7 +49,7 @@ class GatedConfig:
     num_stages: int = 3
     per_processor: int = 4
     max_registers: int | None = None
-    many_cost: int = 16
+    many_cost: int = 6
 
 
 def silu_mul_add_lora(

@@ -1,10 +1,12 @@
 """The loop over a GPU: graphs with a step under way give the text of eager steps in turn, searches and
-background work among them; cold adapters come beside them; and nothing waits for the device, or compiles."""
+background work among them; cold adapters come beside them; and nothing waits for the device, compiles, or
+locks memory."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.sequence import FinishReason, Request
-from engine.step import StepPlan
+from engine.step import SamplingParams, StepPlan, StepRow
 from tests.engine.sampled_serving import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
@@ -150,3 +152,17 @@ def test_no_kernel_is_made_while_requests_run(zoo: Zoo, monkeypatch: pytest.Monk
                 model, runner, requests, num_blocks=200, overlap=True, folders=folders, num_pages=NUM_PAGES
             )
     assert not made
+
+
+def test_no_host_memory_is_locked_while_steps_run(zoo: Zoo) -> None:
+    """Whatever their number of rows, with two under way."""
+    model, _ = zoo
+    runner = made_runner(model, 200, graphs=True)
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    for count in range(1, MAX_NUM_SEQS + 1):
+        row = StepRow(0, [5], 40, (0, 1, 2), sampling=SamplingParams(temperature=1.0, logprobs=3))
+        rows = [replace(row, seq_id=i, tokens=[5] * (1 + i % 2)) for i in range(count)]
+        for steps in [[runner.submit(StepPlan(tuple(rows))) for _ in range(2)] for _ in range(2)]:
+            for step in steps:
+                step.result()
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
