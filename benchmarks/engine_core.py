@@ -24,6 +24,7 @@ from typing import Any
 
 import grpc
 
+from engine.__main__ import SWITCH_INTERVAL_S
 from engine.adapter_tiers import AdapterTiers
 from engine.block_pool import BlockPool, root_hash
 from engine.loop import EngineLoop
@@ -217,7 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What the engine's core costs beside the device.")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     load = os.getloadavg()[0]
     costs = scheduling_us()
     offline: list[float] = []
