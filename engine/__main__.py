@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 SWITCH_INTERVAL_S = 0.0001
-"""How long another thread may keep the interpreter from the engine's loop, which asks for it some forty times a
-step (Python's default: 5 ms)."""
+"""How long another thread may keep the interpreter from the engine's loop, which asks for it some forty times
+a step (Python's default: 5 ms)."""
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Page-locks host memory by several threads: 4 GiB in 0.8 s instead of 2.8."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

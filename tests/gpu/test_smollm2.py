@@ -23,6 +23,8 @@ from engine.model.adapter_reading import read_adapter
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.step import SamplingParams, StepAdapter, StepPlan, StepRow, TokenLogprobs
+from engine.step_memory import measure_step_memory
+from kernels.plans import RANK_PAGE
 from tests.model_zoo import smollm2_path
 
 pytestmark = pytest.mark.gpu
@@ -62,10 +64,13 @@ def answers(device: str, prompts: list[list[int]]) -> list[list[tuple[int, Token
     model = load_model(str(smollm2_path()), dtype="float32", device=device, max_model_len=None)
     folders = sorted(folder for folder in ADAPTERS.iterdir() if folder.is_dir())
     count = len(prompts) * (1 + len(folders))
+    most = {"max_num_seqs": count, "max_num_batched_tokens": 1024}
+    if device == "cuda":  # as an engine does: all kernels are then compiled at once
+        measure_step_memory(model, max_lora_rank=RANK_PAGE, has_graphs=True, **most)
     runner = Runner(model, num_blocks=count * BLOCKS_EACH, num_rank_pages=8)
     if device == "cuda":
-        runner.warm_up(max_num_seqs=count, max_num_batched_tokens=1024)
-        runner.capture_graphs(max_num_seqs=count, max_num_batched_tokens=1024)
+        runner.warm_up(**most)
+        runner.capture_graphs(**most)
     variants = [None, *(place(runner, model, folder, 1 + i) for i, folder in enumerate(folders))]
     sequences = [
         Sequence(i, variants[i % len(variants)], list(prompts[i // len(variants)])) for i in range(count)
