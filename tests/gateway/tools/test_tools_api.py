@@ -103,6 +103,16 @@ def test_a_streamed_answer_adds_up_to_the_whole(
 
 
 def test_deltas_are_openai_s(client: OpenAI, engines: Engines) -> None:
+    most_pieces = 0
+    for _ in range(20):  # a machine that holds the gateway up for an answer's time has it in one piece
+        most_pieces = max(most_pieces, pieces_of_first_call(client, engines))
+        if most_pieces > 1:
+            break
+    assert most_pieces > 1, "arguments come as they are written"
+
+
+def pieces_of_first_call(client: OpenAI, engines: Engines) -> int:
+    """In how many deltas its arguments came, all of which are as OpenAI has them."""
     script(engines["hermes"], "So:\n" + written("hermes", *CALLS))
     chunks = list(client.chat.completions.create(model="hermes", messages=QUESTION, tools=TOOLS, stream=True))
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
@@ -118,11 +128,11 @@ def test_deltas_are_openai_s(client: OpenAI, engines: Engines) -> None:
     assert all(part["id"].startswith("call_") for part in heads) and heads[0]["id"] != heads[1]["id"]
     rest = [part for part in parts if part not in heads]
     assert all(part.keys() == {"index", "function"} for part in rest)
-    for index, (_, arguments) in enumerate(CALLS):
-        pieces = [part["function"]["arguments"] for part in rest if part["index"] == index]
-        assert "".join(pieces) == arguments and "" not in pieces
-        assert len(pieces) > 1 or index == 1
+    pieces = [[part["function"]["arguments"] for part in rest if part["index"] == i] for i in range(2)]
+    assert ["".join(of_call) for of_call in pieces] == [arguments for _, arguments in CALLS]
+    assert "" not in pieces[0] + pieces[1]
     assert deltas[-1] == {} and chunks[-1].choices[0].finish_reason == "tool_calls"
+    return len(pieces[0])
 
 
 def test_answers_are_what_the_description_says(
