@@ -43,6 +43,7 @@ class Case:
     """``pages``: room for so many adapters, of which each has ``per`` requests, in all ``requests``.
 
     ``prompt`` and ``output``: the least and the most tokens. ``rate``: requests a second; 0: all at once.
+    ``tenants``: who send them in turn.
     """
 
     requests: int
@@ -51,6 +52,7 @@ class Case:
     prompt: tuple[int, int] = (64, 960)
     output: tuple[int, int] = (32, 224)
     rate: float = 0.0
+    tenants: int = 1
 
 
 CASES = {
@@ -66,6 +68,11 @@ CASES = {
     "room for 64, 10 a second": Case(400, 4, 64, rate=10),
     "room for 64, 25 a second": Case(800, 4, 64, rate=25),
     "room for 64, 10 a second, long prompts": Case(400, 4, 64, (500, 4000), rate=10),
+    "64 in 64, 512 + 128, 4 tenants": Case(256, 4, 64, (512, 512), (128, 128), tenants=4),
+    "room for 8, 4 tenants": Case(480, 4, 8, tenants=4),
+    "room for 32, 4 tenants": Case(480, 4, 32, tenants=4),
+    "room for 64, 4 tenants": Case(640, 4, 64, tenants=4),
+    "the same, 10 a second, long prompts": Case(400, 4, 64, (500, 4000), rate=10, tenants=4),
 }
 
 
@@ -127,7 +134,7 @@ def arrivals(case: Case, rng: random.Random) -> Iterator[tuple[float, Request]]:
                 max_len=prompt + rng.randint(*case.output),
                 block_root=bytes(32),
                 adapter_digest=b"%d" % (number % adapters),
-                tenant="bench",
+                tenant=f"tenant-{number % case.tenants}",
                 arrival=now,
             ),
         )
@@ -159,6 +166,7 @@ def serve(case: Case, step_ms: StepTimes, seed: int) -> dict[str, float]:
             continue
         took = step_ms(plan)
         now += took
+        scheduler.note_time(plan, took / 1e3)
         gaps.append((took, sum(len(row.tokens) == 1 for row in plan.rows)))
         drawn = tuple(RowResult(row.seq_id, 7) for row in plan.rows if row.sampling is not None)
         num_tokens += len(drawn)

@@ -11,7 +11,8 @@ So prompts have to keep within two bounds:
   token costs the same in any company, so there is no such bound.
 - *Others' patience*, where several tenants are here. Prompts may lengthen a step by so much of what its
   decodes take, and by more where most wait for their prompts, since to read the weights for few tokens costs
-  throughput. What decodes and prompts take is measured, so that this holds on any machine.
+  throughput; and by some milliseconds in any case, which nobody minds, and which keep the seats of a GPU
+  taken. What decodes and prompts take is measured, so that this holds on any machine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LENGTHENING = 2 / 3
 """By how much of the time of its decodes prompts may lengthen a step that several tenants share."""
 PROMPTS_LENGTHENING = 4.0
 """The same where most sequences wait for their prompts."""
+PATIENCE_S = 0.02
+"""By how much they may lengthen such a step at least."""
 FEW = 4
 """Prompts are few while so many steps of those that they are spread over would hold them."""
 UNMEASURED = 1 / 16
@@ -75,8 +78,12 @@ class PromptBudget:
             budget = min(budget, self._spread - num_decodes)
         if is_shared:
             lengthening = LENGTHENING if most_decode else PROMPTS_LENGTHENING
-            budget = min(budget, int(lengthening * self._as_long_as_decodes()))
+            budget = min(budget, int(max(lengthening * self._as_long_as_decodes(), self._patience())))
         return max(BLOCK_SIZE, budget)
+
+    def _patience(self) -> float:
+        """How many prompt tokens take `PATIENCE_S`; 0 while that is not known."""
+        return 0.0 if self._token_s is None else PATIENCE_S / self._token_s
 
     def _as_long_as_decodes(self) -> float:
         """How many prompt tokens take as long as the decodes of a step."""
