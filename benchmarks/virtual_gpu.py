@@ -14,12 +14,13 @@ import argparse
 import json
 import random
 import threading
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.gpu_throughput import SPREAD_PROMPTS
 from engine.adapter_tiers import AdapterTiers
@@ -72,16 +73,13 @@ CASES = {
     "room for 8, 4 tenants": Case(480, 4, 8, tenants=4),
     "room for 32, 4 tenants": Case(480, 4, 32, tenants=4),
     "room for 64, 4 tenants": Case(640, 4, 64, tenants=4),
-    "the same, 10 a second, long prompts": Case(400, 4, 64, (500, 4000), rate=10, tenants=4),
+    "room for 64, 10 a second, long prompts, 4 tenants": Case(400, 4, 64, (500, 4000), rate=10, tenants=4),
 }
 
 
 def at(line: Line, x: float) -> float:
-    """The value of a line through points, beyond the last in proportion to it."""
-    xs = [x for x, _ in line]
-    i = min(max(bisect(xs, x), 1), len(line) - 1)
-    (x0, y0), (x1, y1) = line[i - 1], line[i]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    """The value of a line through points."""
+    return float(np.interp(x, [x for x, _ in line], [y for _, y in line]))
 
 
 class StepTimes:
@@ -109,12 +107,9 @@ class StepTimes:
         tokens = sum(len(row.tokens) for row in plan.rows) - decodes
         if not tokens:
             return at(self._decodes, decodes) + HOST_MS
-        few, many = (0, 28) if decodes <= 28 else (28, 128)
-        share = (decodes - few) / (many - few)
-        if decodes > 128:
-            more = at(self._decodes, decodes) - at(self._decodes, 128)
-            return at(self._beside[128], tokens) + more + HOST_MS
-        return at(self._beside[few], tokens) * (1 - share) + at(self._beside[many], tokens) * share + HOST_MS
+        beside = [(count, at(line, tokens)) for count, line in self._beside.items()]
+        more = at(self._decodes, max(decodes, 128)) - at(self._decodes, 128)
+        return at(beside, decodes) + more + HOST_MS
 
 
 def arrivals(case: Case, rng: random.Random) -> Iterator[tuple[float, Request]]:
@@ -197,9 +192,9 @@ def weighted_p99(gaps: Sequence[tuple[float, int]]) -> float:
 
 def table(report: Mapping[str, Mapping[str, float]]) -> str:
     names = list(next(iter(report.values())))
-    lines = [f"{'':40}" + "".join(f"{name:>14}" for name in names)]
+    lines = [f"{'':50}" + "".join(f"{name:>14}" for name in names)]
     lines += [
-        f"{case:40}" + "".join(f"{figures[name]:14.1f}" for name in names) for case, figures in report.items()
+        f"{case:50}" + "".join(f"{figures[name]:14.1f}" for name in names) for case, figures in report.items()
     ]
     return "\n".join(lines)
 

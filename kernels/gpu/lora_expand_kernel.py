@@ -6,13 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
-from kernels.gpu.lora_pieces import (
-    halves,
-    parts_of_tiles,
-    piece_of,
-    split_of,
-    sum_splits,
-)
+from kernels.gpu.lora_pieces import halves, piece_of, split_of, sum_splits, widths_of
 
 
 @triton.jit
@@ -236,12 +230,9 @@ def expand(
     # An item is a tile and some columns of one projection; tiles of many rows come first.
     blocks = tl.cdiv(split_1 - split_0, BLOCK_N) + tl.cdiv(split_2 - split_1, BLOCK_N)
     blocks += tl.cdiv(split_3 - split_2, BLOCK_N)
-    num_many = 0
-    if HAS_MANY:
-        num_many = tl.load(counts + 2, eviction_policy="evict_last")
-    many_parts, parts = parts_of_tiles(num_tiles, num_many, expand_fill, many_cost, HAS_MANY)
-    many_width = tl.cdiv(blocks, many_parts) * BLOCK_N
-    few_width = tl.cdiv(blocks, parts) * BLOCK_N
+    num_many, many_width, few_width = widths_of(
+        counts, num_tiles, blocks, expand_fill, many_cost, HAS_MANY, BLOCK_N
+    )
     many_items = _items_of(many_width, split_0, split_1, split_2, split_3)
     few_items = _items_of(few_width, split_0, split_1, split_2, split_3)
     num_items = num_many * many_items + (num_tiles - num_many) * few_items

@@ -7,13 +7,7 @@ import triton.language as tl
 
 from kernels.gpu.activation import gated
 from kernels.gpu.launch import kernel, let_next_start, wait_for_inputs
-from kernels.gpu.lora_pieces import (
-    halves,
-    parts_of_tiles,
-    piece_of,
-    split_of,
-    sum_splits,
-)
+from kernels.gpu.lora_pieces import halves, piece_of, split_of, sum_splits, widths_of
 
 
 @triton.jit
@@ -170,12 +164,10 @@ def expand_silu_mul(
     num_tiles = tl.load(counts, eviction_policy="evict_last")
     num_units = tl.load(counts + 1, eviction_policy="evict_last")
     splits, _ = split_of(num_units, in_size, fill, BLOCK_K, MAX_SPLITS)
-    num_many = 0
-    if HAS_MANY:
-        num_many = tl.load(counts + 2, eviction_policy="evict_last")
-    many_parts, parts = parts_of_tiles(num_tiles, num_many, expand_fill, many_cost, HAS_MANY)
-    many_width = tl.cdiv(tl.cdiv(SIZE, BLOCK_N), many_parts) * BLOCK_N
-    few_width = tl.cdiv(tl.cdiv(SIZE, BLOCK_N), parts) * BLOCK_N
+    blocks = tl.cdiv(SIZE, BLOCK_N)
+    num_many, many_width, few_width = widths_of(
+        counts, num_tiles, blocks, expand_fill, many_cost, HAS_MANY, BLOCK_N
+    )
     many_items = tl.cdiv(SIZE, many_width)
     few_items = tl.cdiv(SIZE, few_width)
     tile_items = num_many * many_items + (num_tiles - num_many) * few_items

@@ -21,12 +21,18 @@ def split_of(num_units, size, fill, BLOCK_K: tl.constexpr, MAX_SPLITS: tl.conste
 
 
 @triton.jit
-def parts_of_tiles(num_tiles, num_many, fill, many_cost, HAS_MANY: tl.constexpr):
-    """(of a tile of many rows, of a tile of few): how many parts make about ``fill`` that take alike long."""
+def widths_of(counts, num_tiles, blocks, fill, many_cost, HAS_MANY: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tiles of many rows, columns of a piece of these, columns of one of few), for tiles of so many blocks.
+
+    So wide that about ``fill`` pieces in all take alike long; a tile of many rows costs ``many_cost`` others.
+    """
+    num_many = 0
     cost = tl.maximum(num_tiles, 1)
     if HAS_MANY:
+        num_many = tl.load(counts + 2, eviction_policy="evict_last")
         cost += (many_cost - 1) * num_many
-    return tl.maximum(fill * many_cost // cost, 1), tl.maximum(fill // cost, 1)
+    many_width = tl.cdiv(blocks, tl.maximum(fill * many_cost // cost, 1)) * BLOCK_N
+    return num_many, many_width, tl.cdiv(blocks, tl.maximum(fill // cost, 1)) * BLOCK_N
 
 
 @triton.jit

@@ -67,16 +67,9 @@ class Placed(TorchFunctionMode):
             return GPU
         if func is torch.Tensor.pin_memory:
             return args[0]
-        where: dict[str, Any] = {"device": "cpu"} if "device" in (kwargs or {}) else {}
-        args = ["cpu" if isinstance(arg, torch.device) else arg for arg in args]
-        return func(
-            *args,
-            **{
-                **(kwargs or {}),
-                **where,
-                **({"pin_memory": False} if "pin_memory" in (kwargs or {}) else {}),
-            },
-        )
+        here = {"device": "cpu", "pin_memory": False}
+        options = {name: here.get(name, value) for name, value in (kwargs or {}).items()}
+        return func(*["cpu" if isinstance(arg, torch.device) else arg for arg in args], **options)
 
 
 class Event:
