@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu_checks import sampling_batch
 from benchmarks.gpu_decode import CONTEXT, LLAMA_8B
-from benchmarks.gpu_throughput import Bench, GraphTimes
+from benchmarks.gpu_throughput import Bench, Case, GraphTimes
 from benchmarks.gpu_timing import time_ms
 from engine.constraints import Grammar
 from engine.sequence import Request
@@ -122,8 +122,8 @@ def sampling_table(bench: Bench) -> dict[str, float]:
     cases += [(f"grammar, {rows} rows", rows, SamplingParams(), grammar) for rows in (32, 256)]
     for name, rows, params, held_to in cases:
         with requests_with(bench, params, held_to):
-            _, runner = bench.serve(rows, SAMPLED_PROMPT, SAMPLED_OUTPUT, (8, 64))
-        report[name] = runner.step_ms(rows)
+            _, runner = bench.serve(rows, SAMPLED_PROMPT, SAMPLED_OUTPUT, Case(8, 64))
+        report[name] = runner.step_ms(rows)[f"step_{rows}"]
     return report
 
 

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +45,7 @@ from engine.scheduler.adapter_gate import AdapterGate
 from engine.sequence import Request
 from engine.step import SamplingParams, StepPlan
 from engine.step_memory import measure_step_memory
+from engine.transfer import lock_host_memory
 from kernels.plans import RANK_PAGE
 
 NUM_REQUESTS, PROMPT, OUTPUT = 256, 512, 128
@@ -54,15 +55,26 @@ NUM_BLOCKS = NUM_REQUESTS * (PROMPT + OUTPUT) // 16 + 256
 MAX_NUM_SEQS = 256
 SPREAD_PROMPTS = 256
 """As `engine.assembly`, which needs more than this machine has to have, sets it on a GPU."""
-CASES: dict[str, tuple[int, int]] = {
-    "0": (0, 64),
-    "8": (8, 64),
-    "64": (64, 64),
-    "64 in 8": (64, 8),
-    "1": (1, 64),
-    "32": (32, 64),
+
+
+class Case(NamedTuple):
+    """Adapters, the rank pages that they may have, and the tenants whose requests come in turn."""
+
+    num_adapters: int
+    num_pages: int
+    num_tenants: int = 1
+
+
+CASES = {
+    "0": Case(0, 64),
+    "8": Case(8, 64),
+    "64": Case(64, 64),
+    "64 in 8": Case(64, 8),
+    "1": Case(1, 64),
+    "32": Case(32, 64),
+    "64, 4 tenants": Case(64, 64, num_tenants=4),
 }
-"""Adapters, and rank pages that they may have; in order of interest."""
+"""In order of interest."""
 COLUMNS = ("output", "prefill", "step_1", "step_32", "step_128", "step_256", "graph_256")
 VLLM: dict[str, tuple[float, ...]] = {
     "0": (6917, 43800, 4.88, 5.90, 8.50, 13.70),
@@ -72,7 +84,7 @@ VLLM: dict[str, tuple[float, ...]] = {
     "1": (5538, 35600, 6.63, 7.19, 11.99, 16.89),
     "32": (3843, 26700, 6.79, 18.86, 21.80, 27.43),
 }
-"""The first of ``COLUMNS`` for vLLM 0.26.0, on the same work and kind of machine."""
+"""The first of ``COLUMNS`` for vLLM 0.26.0, which knows no tenants, on the same work and kind of machine."""
 
 
 class TimedRunner:
@@ -92,8 +104,10 @@ class TimedRunner:
         self._last = (size, now)
         return self._runner.submit(plan)
 
-    def step_ms(self, size: int) -> float:
-        return 1e3 * statistics.median(seconds for rows, seconds in self.steps if rows == size)
+    def step_ms(self, size: int) -> dict[str, float]:
+        """Their median, by the column's name; none where all steps of so many rows held prompts too."""
+        times = [seconds for rows, seconds in self.steps if rows == size]
+        return {f"step_{size}": 1e3 * statistics.median(times)} if times else {}
 
 
 class GraphTimes:
@@ -162,6 +176,7 @@ class Bench:
         torch.cuda.empty_cache()
         warm, (free, _) = time.perf_counter(), torch.cuda.mem_get_info()
         self.runner.capture_graphs(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=max_num_batched_tokens)
+        lock_host_memory(device)
         self.memory_gib["graphs"] = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
         self.seconds = {
             "weights": loaded - began,
@@ -174,19 +189,23 @@ class Bench:
         gc.collect()
         gc.freeze()  # as an engine does before it serves
 
-    def serve(self, count: int, prompt: int, output: int, case: tuple[int, int]) -> tuple[float, TimedRunner]:
+    def serve(self, count: int, prompt: int, output: int, case: Case) -> tuple[float, TimedRunner]:
         """Seconds for ``count`` requests that come at once, adapters preloaded if all of them fit."""
-        num_adapters, num_pages = case
         news = threading.Event()
         tiers = AdapterTiers(lambda digest: self.adapter, num_pages=64, host_bytes=1 << 40, wake=news.set)
-        gate = AdapterGate(RankPages(num_pages), tiers, self.runner.write_adapter, self.runner.drop_adapter)
+        gate = AdapterGate(
+            RankPages(case.num_pages), tiers, self.runner.write_adapter, self.runner.drop_adapter
+        )
         scheduler = Scheduler(self.limits, BlockPool(NUM_BLOCKS, enable_prefix_caching=False), gate)
         runner = TimedRunner(self.runner)
         loop = EngineLoop(scheduler, runner, gate, news, overlap=True)
-        digests = [b"%d" % i for i in range(num_adapters)] or [b""]
-        if num_adapters <= num_pages:
+        digests = [b"%d" % i for i in range(case.num_adapters)] or [b""]
+        if case.num_adapters <= case.num_pages:
             preload(gate, digests)
-        requests = [self.request(i, prompt, output, digests[i % len(digests)]) for i in range(count)]
+        requests = [
+            self.request(i, prompt, output, digests[i % len(digests)], tenant=f"{i % case.num_tenants}")
+            for i in range(count)
+        ]
         num_ended = 0
 
         def deliver(outputs: Mapping[Hashable, LinkOutput]) -> None:
@@ -211,25 +230,32 @@ class Bench:
         case = CASES[name]
         self.serve(48, 300, 6, case)
         figures: dict[str, float] = {}
-        if case[0] <= case[1]:
+        if case.num_adapters <= case.num_pages:
             seconds, _ = self.serve(NUM_REQUESTS, PROMPT, 1, case)
             figures["prefill"] = NUM_REQUESTS * PROMPT / seconds
         graphs = GraphTimes()
         with graphs.watch():
             seconds, runner = self.serve(NUM_REQUESTS, PROMPT, OUTPUT, case)
         figures["output"] = NUM_REQUESTS * OUTPUT / seconds
-        if case[0] <= case[1]:
-            figures["step_256"] = runner.step_ms(256)
+        if case.num_adapters <= case.num_pages:
+            figures |= runner.step_ms(256)
             figures["graph_256"] = graphs.median_ms()
             for size in STEP_SIZES:
                 _, runner = self.serve(size, STEP_PROMPT, STEP_OUTPUT, case)
-                figures[f"step_{size}"] = runner.step_ms(size)
+                figures |= runner.step_ms(size)
         return figures
 
     def request(
-        self, number: int, prompt: int, output: int, digest: bytes, *, link: Hashable = "bench"
+        self,
+        number: int,
+        prompt: int,
+        output: int,
+        digest: bytes,
+        *,
+        link: Hashable = "bench",
+        tenant: str = "bench",
     ) -> Request:
-        """A greedy request over random tokens; all are of one tenant."""
+        """A greedy request over random tokens."""
         return Request(
             link=link,
             request_id=number,
@@ -238,7 +264,7 @@ class Bench:
             max_len=prompt + output,
             block_root=bytes(32),
             adapter_digest=digest,
-            tenant="bench",
+            tenant=tenant,
             arrival=time.monotonic(),
         )
 
@@ -273,7 +299,7 @@ def preload(gate: AdapterGate, digests: Sequence[bytes]) -> None:
 
 def floors(name: str, bandwidth: float) -> dict[str, float]:
     """Milliseconds that the bytes of each step would take, by column."""
-    num_adapters = CASES[name][0]
+    num_adapters = CASES[name].num_adapters
     return {
         f"step_{size}": floor_ms(LLAMA_8B, size, min(num_adapters, size), bandwidth)
         for size in (*STEP_SIZES, MAX_NUM_SEQS)
@@ -288,10 +314,10 @@ def table(report: Mapping[str, Mapping[str, float]], bandwidth: float) -> str:
         for i, column in enumerate(COLUMNS):
             digits = 0 if column in ("output", "prefill") else 2
             ours = f"{figures[column]:.{digits}f}" if column in figures else "-"
-            theirs = VLLM[name][i : i + 1]
+            theirs = VLLM.get(name, ())[i : i + 1]
             cells.append(f"{ours} ({theirs[0]:.{digits}f})" if theirs else ours)
         lines.append(f"{name:>8} " + " ".join(f"{cell:>17}" for cell in cells))
-        if "step_256" not in figures:
+        if "prefill" not in figures:
             continue
         below = floors(name, bandwidth)
         cells = [f"{below[column]:.2f}" if column in below else "" for column in COLUMNS]

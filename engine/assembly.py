@@ -26,6 +26,7 @@ from engine.scheduler.adapter_gate import AdapterGate
 from engine.scheduler.placements import PLACEMENTS_PER_STEP
 from engine.settings import EngineSettings
 from engine.step_memory import measure_step_memory
+from engine.transfer import lock_host_memory
 from kernels.native import release_threads
 from protos import engine_pb2 as pb
 
@@ -120,6 +121,7 @@ def _prepare(
         return
     if not settings.enforce_eager:
         runner.capture_graphs(**most)
+    lock_host_memory(model.device)
     prepare_loads(
         model.network,
         runner.write_adapter,

@@ -9,10 +9,12 @@ padding. Pure decode steps, which are nearly all, have graphs and buffers of the
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -188,6 +190,20 @@ class _Family:
                 self._rehearse(self.inputs.batch(size, page_width=width))
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with _uncollected(), torch.cuda.graph(graph, pool=pool):
                     hidden = self._forward(self.inputs.batch(size, page_width=width))
                 self.graphs[size, width] = graph, hidden
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which may come upon a graph of an earlier runner: to free one while another
+    is captured makes the capture fail.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

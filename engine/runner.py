@@ -23,7 +23,7 @@ from engine.pooling import PendingVectors, pooled_tokens
 from engine.prompt_logprobs import PendingScores
 from engine.sampler import PendingDraw, Sampler
 from engine.step import UNSEEN, StepPlan, StepResult, StepRow
-from engine.transfer import Readback, lock_host_memory
+from engine.transfer import Readback
 from engine.warm_up import StepSizes, warm_up_steps
 from kernels.plans import RANK_PAGE
 
@@ -80,7 +80,6 @@ class Runner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        lock_host_memory(self._device)
         on_gpu = self._device.type == "cuda"
         for plan in warm_up_steps(sizes, self._page_widths, on_gpu=on_gpu):
             self.execute(plan)

@@ -15,17 +15,17 @@ import torch
 ALIGNMENT = 16
 """Bytes. Kernels are compiled for addresses of this alignment, wherever a step's tensors lie."""
 
-
 _MOST_BYTES = 8 << 20
 """What a grammar's bits of 256 rows take, and nothing else of a step comes near."""
 _LARGE_BYTES = 64 << 10
-_BLOCKS, _LARGE_BLOCKS = 8, 4
-"""Of one size; a few steps have copies under way, each of some arrays."""
+_BLOCKS, _LARGE_BLOCKS = 32, 4
+"""Of one size. Up to three steps have copies under way, each of some eight arrays of a few bytes a row."""
 
 
 def lock_host_memory(device: torch.device) -> None:
     """Has torch page-lock blocks of every size that a step's arrays may have, and keep them.
 
+    To be called when all graphs are captured, since torch gives back what it keeps at the start of a capture.
     To lock memory while the device works may hold the host up for ten milliseconds, and so may the first step
     of one more row. torch rounds sizes up to powers of two, hence some blocks of each are enough.
     """

@@ -21,6 +21,7 @@ from engine.model.adapter_weights import HostAdapter
 from engine.model.loading import load_model
 from engine.runner import Runner
 from engine.step import PromptScoring, SamplingParams, StepAdapter, StepPlan, StepRow
+from engine.step_memory import measure_step_memory
 from kernels import reference
 from kernels.lora import apply_vectors
 from kernels.plans import GAIN_ROW, RANK_PAGE, SHIFT_ROW, LoraPool, RowVectors
@@ -68,8 +69,10 @@ class Engine:
         folder = next(iter(zoo.folders.values())).parent / "model"
         self.model = load_model(str(folder), dtype=dtype, device="cuda", max_model_len=None)
         self.runner = Runner(self.model, num_blocks=NUM_BLOCKS, num_rank_pages=64, max_lora_rank=64)
-        self.runner.warm_up(max_num_seqs=MAX_SEQS, max_num_batched_tokens=256)
-        self.runner.capture_graphs(max_num_seqs=MAX_SEQS, max_num_batched_tokens=256)
+        most = {"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 256}
+        measure_step_memory(self.model, max_lora_rank=64, has_graphs=True, **most)  # compiles all at once
+        self.runner.warm_up(**most)
+        self.runner.capture_graphs(**most)
         self._zoo = zoo
         self.adapters: dict[str | None, StepAdapter | None] = {None: None}
         page = 0

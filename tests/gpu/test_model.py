@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from peft import PeftModel
 
 from engine.model.adapter_reading import read_adapter
 from engine.model.adapter_weights import HostAdapter
+from engine.model.llama import LlamaModel
 from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.step import RowResult, SamplingParams, StepAdapter, StepPlan, StepRow
+from engine.step_memory import measure_step_memory
 from tests.model_zoo import save_adapter, save_tiny_model, scale_adapter
 
 pytestmark = pytest.mark.gpu
@@ -98,9 +101,11 @@ class Engine:
         self.runner = Runner(
             self.model, num_blocks=MAX_SEQS * BLOCKS_EACH, num_rank_pages=NUM_PAGES, max_lora_rank=64
         )
-        if graphs:
-            self.runner.warm_up(max_num_seqs=MAX_SEQS, max_num_batched_tokens=512)
-            self.runner.capture_graphs(max_num_seqs=MAX_SEQS, max_num_batched_tokens=512)
+        if graphs:  # as an engine starts: the first call compiles all kernels at once
+            most = {"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 512}
+            measure_step_memory(self.model, max_lora_rank=64, has_graphs=True, **most)
+            self.runner.warm_up(**most)
+            self.runner.capture_graphs(**most)
 
     def read(self, number: int) -> HostAdapter:
         return read_adapter(self._zoo.adapters[number], self.model.network, pin=True)
@@ -248,6 +253,28 @@ def test_graphs_equal_eager_steps_whatever_the_batch_holds(zoo: Zoo, dtype: str,
             rows.append(decode_row(seq, rng.randrange(VOCAB), lengths[seq], owner))
             lengths[seq] += 1
         pair.check(rows, limit)
+
+
+def test_an_earlier_graph_may_become_garbage_while_others_are_captured(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(earlier):
+        torch.zeros(1, device="cuda")
+    held, forward = [earlier], LlamaModel.forward
+    del earlier
+
+    def littering(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if held and torch.cuda.is_current_stream_capturing():
+            cycle: list[Any] = [held.pop()]
+            cycle.append(cycle)
+            del cycle
+            assert [[] for _ in range(100_000)], "enough for a collection to be due"
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", littering)
+    Engine(zoo, "bfloat16", graphs=True)
+    assert not held and gc.isenabled()
 
 
 def test_base_rows_do_not_notice_adapters_beside_them(zoo: Zoo) -> None:

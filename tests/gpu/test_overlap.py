@@ -23,6 +23,8 @@ from engine.model.loading import LoadedModel, load_model
 from engine.runner import Runner
 from engine.sequence import FinishReason, Request
 from engine.step import SamplingParams, StepPlan, StepRow
+from engine.step_memory import measure_step_memory
+from engine.transfer import lock_host_memory
 from tests.engine.sampled_serving import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
@@ -37,6 +39,7 @@ from tests.model_zoo import save_adapter, save_tiny_model
 pytestmark = pytest.mark.gpu
 
 NUM_PAGES = 6
+MOST = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Zoo = tuple[LoadedModel, dict[bytes, Path]]
 
@@ -50,7 +53,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
         b"adapter-%d" % i: save_adapter(source, folder / str(i), rank=rank, targets=MODULES, seed=i)
         for i, rank in enumerate((8, 64, 16, 64))
     }
-    return load_model(str(folder / "model"), dtype="float32", device="cuda", max_model_len=None), folders
+    model = load_model(str(folder / "model"), dtype="float32", device="cuda", max_model_len=None)
+    measure_step_memory(model, max_lora_rank=64, has_graphs=True, **MOST)  # compiles all kernels at once
+    return model, folders
 
 
 class Unwaiting:
@@ -80,8 +85,9 @@ class Unwaiting:
 def made_runner(model: LoadedModel, num_blocks: int, *, graphs: bool) -> Runner:
     runner = Runner(model, num_blocks=num_blocks, num_rank_pages=NUM_PAGES, max_lora_rank=64)
     if graphs:
-        runner.warm_up(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS)
-        runner.capture_graphs(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS)
+        runner.warm_up(**MOST)
+        runner.capture_graphs(**MOST)
+        lock_host_memory(model.device)
     return runner
 
 
@@ -162,7 +168,7 @@ def test_no_host_memory_is_locked_while_steps_run(zoo: Zoo) -> None:
     for count in range(1, MAX_NUM_SEQS + 1):
         row = StepRow(0, [5], 40, (0, 1, 2), sampling=SamplingParams(temperature=1.0, logprobs=3))
         rows = [replace(row, seq_id=i, tokens=[5] * (1 + i % 2)) for i in range(count)]
-        for steps in [[runner.submit(StepPlan(tuple(rows))) for _ in range(2)] for _ in range(2)]:
-            for step in steps:
+        for _ in range(2):
+            for step in [runner.submit(StepPlan(tuple(rows))) for _ in range(2)]:
                 step.result()
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
