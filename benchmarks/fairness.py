@@ -41,8 +41,8 @@ from rich.table import Table
 from adapters.client import AdaptersClient, ClientError
 from benchmarks import machine, serve
 from benchmarks.random_adapters import page_bytes, write_adapter
-from benchmarks.stack import BASE, KV_BYTES, RESULTS, free_ports
-from examples.local_stack import LocalStack, StackFailed, local_stack
+from benchmarks.stack import BASE, KV_BYTES, RESULTS
+from examples.local_stack import LocalStack, StackFailed, free_ports, local_stack
 from examples.smollm2 import gguf_file
 from protos.engine_pb2 import UnloadAdapterRequest
 from protos.engine_pb2_grpc import EngineStub

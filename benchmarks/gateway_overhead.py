@@ -239,10 +239,10 @@ async def _through_gateway(stack: Stack, model: str, load: Load) -> dict[str, An
 def measure_streams(stack: Stack, streams: int, step_ms: float, tokens: int) -> dict[str, Any]:
     """Streams chats, all at once, and divides what the gateway used by the tokens that came."""
     request = http_request(stack.key, chat(MODEL, prompt(), stream=True, max_tokens=tokens))
-    uvloop.run(run_streams(stack.port, request, streams))
+    uvloop.run(run_streams(stack.port, [request] * streams))
     meter = _neighbours()
     used = machine.processor_seconds(stack.gateway)
-    result = uvloop.run(run_streams(stack.port, request, streams))
+    result = uvloop.run(run_streams(stack.port, [request] * streams))
     used = machine.processor_seconds(stack.gateway) - used
     if result.tokens != streams * tokens:
         raise SystemExit(f"{result.tokens} tokens came in place of {streams * tokens}.")

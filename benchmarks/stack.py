@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from rich.table import Table
 from adapters.client import AdaptersClient, ClientError
 from benchmarks import machine, serve
 from benchmarks.random_adapters import write_adapter
-from examples.local_stack import LocalStack, Ports, StackFailed, local_stack
+from examples.local_stack import LocalStack, StackFailed, free_ports, local_stack
 from examples.smollm2 import gguf_file
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -152,17 +151,6 @@ def upload_adapters(stack: LocalStack, key: str) -> None:
 def engine_peak_memory(stack: LocalStack) -> int:
     """The most resident memory that the stack's largest process has had, which is the engine, in bytes."""
     return max(machine.peak_memory(process) for process in machine.process_tree(stack.process.pid))
-
-
-def free_ports() -> Ports:
-    """Three ports that nobody listens on just now."""
-    sockets = [socket.socket() for _ in range(3)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    gateway, engine, redis = (each.getsockname()[1] for each in sockets)
-    for each in sockets:
-        each.close()
-    return Ports(gateway, engine, redis)
 
 
 def run(engine_args: Sequence[str]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from openai import OpenAIError
 from rich.console import Console
 
 from benchmarks import machine, serve
-from benchmarks.stack import BASE, KV_BYTES, RESULTS, answer_first_token, free_ports
-from examples.local_stack import StackFailed, local_stack
+from benchmarks.stack import BASE, KV_BYTES, RESULTS, answer_first_token
+from examples.local_stack import StackFailed, free_ports, local_stack
 from examples.smollm2 import gguf_file
 
 BATCH = 32

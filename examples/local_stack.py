@@ -6,6 +6,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,17 @@ class Ports:
     gateway: int = 8000
     engine: int = 50051
     redis: int = 6380
+
+
+def free_ports() -> Ports:
+    """Three ports that nobody listens on just now."""
+    sockets = [socket.socket() for _ in range(3)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    gateway, engine, redis = (each.getsockname()[1] for each in sockets)
+    for each in sockets:
+        each.close()
+    return Ports(gateway, engine, redis)
 
 
 class LocalStack:

@@ -85,8 +85,9 @@ async def test_streams_are_counted_by_their_usage() -> None:
         writer.write(b"NE]\n\n")
 
     async with served(answer) as port:
-        result = await run_streams(port, REQUEST, 3)
+        result = await run_streams(port, [REQUEST] * 3)
     assert (result.tokens, result.events) == (12, 9)
+    assert result.whole_seconds >= max(result.first_texts) > 0
 
 
 async def test_a_refused_stream_ends_the_run() -> None:
@@ -95,4 +96,4 @@ async def test_a_refused_stream_ends_the_run() -> None:
 
     async with served(answer) as port:
         with pytest.raises(ConnectionError, match="503"):
-            await run_streams(port, REQUEST, 1)
+            await run_streams(port, [REQUEST])
