@@ -47,6 +47,8 @@ MODEL = "llama"
 PROMPT, OUTPUT = 512, 128
 NUM_TENANTS, NUM_ADAPTERS, NUM_FILES = 4, 64, 8
 """Adapters differ in their scale; so many have weights of their own."""
+UPLOADS_AT_ONCE = 4
+"""As many as a tenant may have."""
 LORA_MEMORY = 6 << 30
 LAYERS_A_FILE = 8
 FOLDER = Path("/dev/shm")
@@ -172,7 +174,7 @@ def upload(stack: LocalStack, key: str, folders: Sequence[Path]) -> float:
             client.upload(folder, folder.name, on_sent=lambda count: None)
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(NUM_FILES) as pool:
+    with ThreadPoolExecutor(UPLOADS_AT_ONCE) as pool:
         list(pool.map(send, folders))
     return time.perf_counter() - began
 
