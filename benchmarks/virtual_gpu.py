@@ -4,8 +4,8 @@
 
 Time is virtual: a step lasts what `results/h200-*.json` have for its decodes and prompt tokens, between the
 measured sizes in proportion; adapters come in no time. So rules of scheduling can be compared without a GPU,
-in seconds: 64 adapters in room for 8 gave 3,651 tokens/s on the device and give 3,695 here, with room for all
-6,496 and 6,608.
+in seconds: 64 adapters in room for 8 gave 3,609 tokens/s on the device and give 3,686 here, with room for all
+6,367 and 6,537.
 """
 
 from __future__ import annotations
