@@ -15,12 +15,24 @@ from gateway.prices import load_prices
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
+_LEAST_KEY_LETTERS = 16
+_GOOD_KEY = "take what `openssl rand -hex 32` prints"
 
 
 def _check_redis_url(url: str) -> str:
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise ValueError("it begins with redis://, rediss:// or unix://, as in redis://127.0.0.1:6379/0")
     return url
+
+
+def _check_operator_key(key: SecretStr) -> SecretStr:
+    """The key as clients send it: without the line's end that a file of secrets leaves at it."""
+    letters = key.get_secret_value().strip()
+    if len(letters) < _LEAST_KEY_LETTERS:
+        raise ValueError(f"it has fewer than {_LEAST_KEY_LETTERS} characters; {_GOOD_KEY}")
+    if not all("!" <= letter <= "~" for letter in letters):
+        raise ValueError(f"only printable ASCII without spaces may be in it; {_GOOD_KEY}")
+    return SecretStr(letters)
 
 
 def _check_prices(path: Path) -> Path:
@@ -32,7 +44,11 @@ class GatewaySettings(BaseSettings):
     """Settings of `loraplex gateway`: a flag wins over the environment, the environment over the default."""
 
     model_config = SettingsConfigDict(
-        env_prefix="LORAPLEX_", env_ignore_empty=True, frozen=True, extra="ignore"
+        env_prefix="LORAPLEX_",
+        env_ignore_empty=True,
+        frozen=True,
+        extra="ignore",
+        hide_input_in_errors=True,  # a refused key is a secret, too
     )
 
     host: str = Field(default="127.0.0.1", description="Address that the HTTP server binds.")
@@ -57,9 +73,10 @@ class GatewaySettings(BaseSettings):
         default=Path("var/cache"),
         description="Local folder for uploads on their way to an `s3://` store; one per gateway.",
     )
-    operator_key: SecretStr | None = Field(
+    operator_key: Annotated[SecretStr, AfterValidator(_check_operator_key)] | None = Field(
         default=None,
-        description="Key of the operator, for `/admin`; without it one is made at first start and printed.",
+        description=f"Key of the operator, for `/admin`, of {_LEAST_KEY_LETTERS} characters or more; without "
+        "it one is made at first start and printed.",
     )
     max_adapter_bytes: int = Field(
         default=4 * _GIB,

@@ -86,7 +86,10 @@ def _settings(given: dict[str, Any]) -> GatewaySettings:
     try:
         return GatewaySettings(**given)
     except ValidationError as error:
-        faults = [f"LORAPLEX_{fault['loc'][0]}".upper() + f": {fault['msg']}" for fault in error.errors()]
+        faults = [
+            f"LORAPLEX_{fault['loc'][0]}".upper() + f": {fault['msg'].removeprefix('Value error, ')}"
+            for fault in error.errors()
+        ]
         raise CommandFailed("; ".join(faults), Exit.USAGE) from None
 
 

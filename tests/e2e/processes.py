@@ -30,7 +30,7 @@ from tests.ports import reserve_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "smollm2"
-OPERATOR_KEY = "an operator's key of the test's own"
+OPERATOR_KEY = "operator-key-of-the-tests-own"
 PIRATE, JSON = (ROOT / "examples" / "adapters" / name for name in ("pirate", "json"))
 EXACT = ("--served-model-name", BASE, "--dtype", "float32")
 """Engine flags with which the same request gives the same text, whatever else is in the batch."""

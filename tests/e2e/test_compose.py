@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 PORTS = {"redis": "6379", "gateway": "8000", "engine": "50051"}
-OPERATOR_KEY = "the operator's key of this test"
+OPERATOR_KEY = "operator-key-of-this-test"
 START_LIMIT_S = 120
 
 

@@ -62,7 +62,7 @@ from gateway.upload_transfers import UploadTransfers
 from gateway.usage import UsageReader
 from protos.engine_pb2 import LinearModule, ModelInfo
 
-OPERATOR_KEY = "an operator's key of the test's own"
+OPERATOR_KEY = "operator-key-of-the-tests-own"
 
 
 def model_info(*, layers: int = 2, hidden: int = 32, max_lora_rank: int = 64) -> ModelInfo:

@@ -17,7 +17,7 @@ from gateway.services import Services
 from tests.gateway.control_plane import config_json, safetensors, tensor_shapes
 from tests.gateway.local_stack import LocalStack
 
-OPERATOR_KEY = "an operator's key of the test's own"
+OPERATOR_KEY = "operator-key-of-the-tests-own"
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 TENANT, OTHER_TENANT, ADAPTER = "acme", "globex", "sql"
 LINE = {

@@ -79,6 +79,7 @@ async def test_each_failure_is_one_line_and_its_own_exit_code(plane: ControlPlan
         (["tenants", "list"], {}, Exit.USAGE, "LORAPLEX_API_KEY"),
         (["health", "--engine", "127.0.0.1:1"], {}, Exit.UNREACHABLE, "127.0.0.1:1 is not ready."),
         (["gateway", "--port", "70000"], {}, Exit.USAGE, "LORAPLEX_PORT"),
+        (["gateway"], {"LORAPLEX_OPERATOR_KEY": "short"}, Exit.USAGE, "OPERATOR_KEY: it has fewer than 16"),
         (["gateway", "--redis-url", "localhost"], {}, Exit.USAGE, "as in redis://127.0.0.1:6379/0"),
         (["gateway", "--store", "/proc/store"], {}, Exit.REFUSED, "Choose another with --store."),
         (["up", "--model", "m", "--host", "192.0.2.1"], {}, Exit.REFUSED, "cannot be had on 192.0.2.1: "),

@@ -37,9 +37,35 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_named(
 
 
 def test_the_operators_key_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORAPLEX_OPERATOR_KEY", "a secret")
+    monkeypatch.setenv("LORAPLEX_OPERATOR_KEY", "a-secret-of-the-operator")
     settings = GatewaySettings()
-    assert "a secret" not in f"{settings} {settings!r} {settings.model_dump_json()}"
+    assert "a-secret" not in f"{settings} {settings!r} {settings.model_dump_json()}"
+
+
+def test_the_operators_key_is_taken_without_the_end_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_OPERATOR_KEY", " 0123456789abcdef\r\n")
+    key = GatewaySettings().operator_key
+    assert key is not None and key.get_secret_value() == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("key", "fault"),
+    [
+        ("0123456789abcde", "fewer than 16 characters"),
+        ("0123456789abcde\n", "fewer than 16 characters"),
+        ("\n", "fewer than 16 characters"),
+        ("two words of a secret", "only printable ASCII without spaces"),
+        ("a-secret-of-two\nlines-of-a-file", "only printable ASCII without spaces"),
+        ("a-secret-with-an-umlaut-\u00fc", "only printable ASCII without spaces"),
+    ],
+)
+def test_an_operators_key_that_is_weak_or_that_no_header_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str, fault: str
+) -> None:
+    monkeypatch.setenv("LORAPLEX_OPERATOR_KEY", key)
+    with pytest.raises(ValidationError, match=fault) as refused:
+        GatewaySettings()
+    assert "secret" not in str(refused.value) and "0123" not in str(refused.value)
 
 
 def test_each_setting_is_used() -> None:

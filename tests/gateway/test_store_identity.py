@@ -98,7 +98,7 @@ def gateway(redis_url: str, folder: Path) -> subprocess.Popen[str]:
         "LORAPLEX_STORE": str(folder),
         "LORAPLEX_JOURNAL": str(folder.parent / "journal"),
         "LORAPLEX_PORT": "0",
-        "LORAPLEX_OPERATOR_KEY": "an operator's key of the test's own",
+        "LORAPLEX_OPERATOR_KEY": "operator-key-of-the-tests-own",
     }
     return subprocess.Popen(
         [sys.executable, "-m", "gateway", "gateway"],

@@ -69,7 +69,7 @@ def gateway_process(redis_url: str, folder: Path) -> Iterator[tuple[subprocess.P
         "LORAPLEX_JOURNAL": str(folder / "journal"),
         "LORAPLEX_LEASE_S": "10",
         "LORAPLEX_PORT": str(port),
-        "LORAPLEX_OPERATOR_KEY": "an operator's key of the test's own",
+        "LORAPLEX_OPERATOR_KEY": "operator-key-of-the-tests-own",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway", "gateway"],
