@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
 from adapters.patient_http import PatientClient
 from adapters.upload_client import LocalAdapter, UploadInterrupted, UploadRefused, upload
+from adapters.url_segment import NoSegment, url_segment
 
 _PIECE_BYTES = 1024 * 1024
 _CONNECT_S = 10.0
@@ -99,7 +99,7 @@ class AdaptersClient:
                 raise _refusal(refused.answer) from None
             except UploadInterrupted as interrupted:
                 raise ClientError(str(interrupted), Exit.UNREACHABLE) from None
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, NoSegment):
                 raise self._not_a_gateway() from None
 
     def pull(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -116,19 +116,26 @@ class AdaptersClient:
 
     def show(self, name: str) -> dict[str, Any]:
         """One name, with its versions and where they are loaded."""
-        return self._call("GET", f"/v1/adapters/{quote(name, safe='')}")
+        return self._call("GET", _path_of(name))
 
     def delete(self, ref: str) -> dict[str, Any]:
         """Deletes a name with all its versions, or one version, as ``sql@3``."""
-        return self._call("DELETE", f"/v1/adapters/{quote(ref, safe='')}")
+        return self._call("DELETE", _path_of(ref))
 
-    def of(self, ref: str, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Calls a route below one adapter: ``promote``, ``history``, ``files``."""
-        return self._call(method, f"/v1/adapters/{quote(ref, safe='')}/{route}", json=body)
+    def of(
+        self,
+        ref: str,
+        method: str,
+        *below: str,
+        body: dict[str, Any] | None = None,
+        query: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """Calls what lies below one adapter: ``"promote"``, ``"history"``, ``"grants", tenant``."""
+        return self._call(method, _path_of(ref, *below), json=body, params=query)
 
     def fetch(self, ref: str, file: str, target: Path, on_received: Callable[[int], None]) -> str:
         """Streams a file of a version to `target`; memory stays flat. Returns its SHA-256 in hex."""
-        path = f"/v1/adapters/{quote(ref, safe='')}/files/{quote(file, safe='')}"
+        path = _path_of(ref, "files", file)
         sha = hashlib.sha256()
         with self._answers(), self._http.stream("GET", path) as answer, target.open("wb") as out:
             if not answer.is_success:
@@ -168,6 +175,14 @@ class AdaptersClient:
             raise ClientError(
                 f"Cannot reach the server at {self._url}: {reason}.", Exit.UNREACHABLE
             ) from None
+
+
+def _path_of(*names: str) -> str:
+    """The path of an adapter, or of what lies below it. Raises `ClientError` for what names nothing."""
+    try:
+        return "/".join(("/v1/adapters", *map(url_segment, names)))
+    except NoSegment as error:
+        raise ClientError(str(error), Exit.USAGE) from None
 
 
 def _refusal(answer: httpx.Response) -> ClientError:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
 from adapters.adapter_files import is_adapter_file
 from adapters.blob_store import sha256_of
+from adapters.url_segment import url_segment
 
 _ROUTE = "/v1/adapter-uploads"
 _OFFSET_HEADER = "Upload-Offset"
@@ -149,7 +149,7 @@ def _send_from(
                 progress.at(path.name, at)
 
     headers = {_OFFSET_HEADER: str(offset), "Content-Length": str(size - offset)}
-    route = f"{_ROUTE}/{upload_id}/{quote(path.name, safe='')}"
+    route = f"{_ROUTE}/{upload_id}/{url_segment(path.name)}"
     return http.patch(route, headers=headers, content=pieces())
 
 

@@ -128,5 +128,5 @@ def _change(
 ) -> None:
     check_name(name)
     with connect(url, api_key) as client:
-        adapter = client.of(name, method, route, body)
+        adapter = client.of(name, method, route, body=body)
     print_json(adapter) if as_json else typer.echo(meaning(adapter))

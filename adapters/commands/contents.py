@@ -40,9 +40,9 @@ def diff(
     Example: adapters diff sql 3 4
     """
     check_name(name)
-    query = f"diff?from={version}" + ("" if other is None else f"&to={other}")
+    query = {"from": version} | ({} if other is None else {"to": other})
     with connect(url, api_key) as client:
-        answer = client.of(name, "GET", query)
+        answer = client.of(name, "GET", "diff", query=query)
     if as_json:
         print_json(answer)
         return

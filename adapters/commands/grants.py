@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
@@ -22,7 +21,7 @@ def grant(
     """
     check_name(name)
     with connect(url, api_key) as client:
-        answer = client.of(name, "PUT", f"grants/{quote(tenant, safe='')}")
+        answer = client.of(name, "PUT", "grants", tenant)
     print_json(answer) if as_json else typer.echo(f"{tenant} may use {answer['id']}")
 
 
@@ -32,5 +31,5 @@ def revoke(
     """Take a grant back, from the next request on."""
     check_name(name)
     with connect(url, api_key) as client:
-        answer = client.of(name, "DELETE", f"grants/{quote(tenant, safe='')}")
+        answer = client.of(name, "DELETE", "grants", tenant)
     print_json(answer) if as_json else typer.echo(f"{tenant} may not use {answer['id']}")

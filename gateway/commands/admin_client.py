@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
+from adapters.url_segment import NoSegment, url_segment
 from gateway.commands.exits import CommandFailed, Exit
 
 if TYPE_CHECKING:
@@ -70,8 +70,11 @@ class AdminClient:
 
 
 def quoted(segment: str) -> str:
-    """An id as one segment of a path, whatever a user typed."""
-    return quote(segment, safe="")
+    """An id as one segment of a path. Raises CommandFailed for what would make it another path."""
+    try:
+        return url_segment(segment)
+    except NoSegment as error:
+        raise CommandFailed(str(error), Exit.USAGE) from None
 
 
 def show_json(value: object) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from adapters.cli import main
-from adapters.client import AdaptersClient
+from adapters.client import AdaptersClient, ClientError, Exit
 from tests.adapters.fake_gateway import KEY, FakeGateway, plain, refusal, serve
 from tests.adapters.files import config, write_adapter
 
@@ -216,6 +216,34 @@ def test_wrong_usage_is_exit_2(run: Run, arguments: tuple[str, ...], monkeypatch
 def test_a_bad_name_sends_nothing(gateway: FakeGateway, folder: Path, run: Run) -> None:
     assert run("upload", folder, "--name", "../x").exit_code == 2
     assert gateway.requests == []
+
+
+@pytest.mark.parametrize("verb", ["grant", "revoke"])
+@pytest.mark.parametrize("tenant", ["..", ".", "", "acme/sql"])
+def test_a_tenant_that_makes_another_path_sends_nothing(
+    gateway: FakeGateway, folder: Path, run: Run, verb: str, tenant: str
+) -> None:
+    run("upload", folder, "--name", "sql")
+    gateway.requests.clear()
+    result = run(verb, "sql", tenant)
+    assert (result.exit_code, result.out) == (2, "")
+    assert result.err == f"error: '{tenant}' is no name or id; write one as it is listed.\n"
+    assert gateway.requests == [] and gateway.adapters.keys() == {"sql"}
+
+
+def test_the_client_sends_no_name_that_makes_another_path(gateway: FakeGateway, tmp_path: Path) -> None:
+    with AdaptersClient(gateway.url, KEY) as client:
+        for call in (
+            lambda: client.show(""),
+            lambda: client.delete("."),
+            lambda: client.of("sql", "DELETE", "grants", ".."),
+            lambda: client.of("..", "GET", "files"),
+            lambda: client.fetch("sql@1", "../../sql", tmp_path / "file", lambda count: None),
+        ):
+            with pytest.raises(ClientError, match="is no name or id") as refused:
+                call()
+            assert refused.value.exit_code == Exit.USAGE
+    assert gateway.requests == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_bad_folder_sends_nothing(gateway: FakeGateway, tmp_path: Path, run: Run) -> None:

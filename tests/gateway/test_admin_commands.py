@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -100,6 +102,45 @@ async def test_keys_have_limits_and_are_rotated(plane: ControlPlane) -> None:
         headers = {"Authorization": f"Bearer {each}"}
         assert (await plane.client.get("/v1/adapters", headers=headers)).status_code == 200
     assert (await done(plane, "keys", "list", "acme")).count("requests_per_minute 5") == 2
+
+
+NO_SEGMENTS = [
+    ("tenants", "show"),
+    ("tenants", "update", "--weight", "2"),
+    ("tenants", "suspend"),
+    ("tenants", "resume"),
+    ("tenants", "delete", "--yes"),
+    ("keys", "create"),
+    ("keys", "list"),
+    ("keys", "rotate", "acme"),
+    ("keys", "revoke", "acme"),
+]
+
+
+async def test_an_id_that_makes_another_path_is_not_sent(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme = await plane.tenant("acme")
+    await plane.upload(acme, adapter_files())
+    sent: list[str] = []
+    send = httpx.request
+
+    def request(method: str, url: str, **more: Any) -> httpx.Response:
+        sent.append(f"{method} {url}")
+        return send(method, url, **more)
+
+    monkeypatch.setattr(httpx, "request", request)
+    for odd in ("..", ".", "", "acme/keys", "../acme"):
+        for command in NO_SEGMENTS:
+            code, out, err = await loraplex(plane, *command, odd)
+            assert (code, out, err) == (
+                Exit.USAGE,
+                "",
+                f"'{odd}' is no name or id; write one as it is listed.",
+            )
+    assert sent == []
+    await done(plane, "tenants", "show", "acme")
+    assert (await plane.client.get("/v1/adapters/sql", headers=acme)).status_code == 200
 
 
 async def test_the_audit_is_a_table_or_json(plane: ControlPlane) -> None:

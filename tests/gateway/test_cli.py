@@ -69,7 +69,7 @@ async def test_each_failure_is_one_line_and_its_own_exit_code(plane: ControlPlan
     odd = {**operator, "LORAPLEX_API_KEY": "lpx_\u201c"}
     cases = [
         (["tenants", "show", "nobody"], operator, Exit.NOT_FOUND, "There is no tenant 'nobody'."),
-        (["tenants", "show", "../../v1/adapters"], operator, Exit.NOT_FOUND, "error: "),
+        (["tenants", "show", "../../v1/adapters"], operator, Exit.USAGE, "is no name or id"),
         (["tenants", "create", "Acme", "--id", "A B"], operator, Exit.REFUSED, "id"),
         (["keys", "create", "nobody"], operator, Exit.NOT_FOUND, "There is no tenant 'nobody'."),
         (["tenants", "list"], wrong, Exit.NOT_AUTHORISED, "The API key is not valid."),
