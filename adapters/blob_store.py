@@ -200,6 +200,19 @@ def open_store(location: str, scratch: Path) -> BlobStore:
     return FolderStore(Path(location))
 
 
+def open_existing(location: str, scratch: Path) -> BlobStore:
+    """The store at a location where there is one, to be read: nothing is made of a folder.
+
+    Raises what `open_store` raises, and `StoreUnavailable` for a folder that is not there.
+    """
+    if is_remote(location):
+        return _open_bucket(location, scratch)
+    from adapters.folder_store import FolderStore
+
+    check_present(Path(location))
+    return FolderStore(Path(location), only_reads=True)
+
+
 def open_reader(location: str, cache: Path, cache_bytes: int) -> BlobReader:
     """The store as an engine reads it, who makes no more of a folder than its root; `cache` and its size are
     used for remote stores alone.

@@ -74,7 +74,8 @@ def reindex(
     """Rebuild the names of all tenants' adapters from the store, after Redis has been lost.
 
     For the operator, on a machine that reaches both. What Redis has already stays as it is. Tenants and keys
-    are not in the store: make them anew, tenants with the ids they had.
+    are not in the store: make them anew, tenants with the ids they had. A store that no gateway has used, or
+    that is another Redis', is refused.
     """
     result = asyncio.run(_reindex(redis_url, store))
     if as_json:
@@ -91,21 +92,29 @@ async def _reindex(redis_url: str, location: str) -> Reindexed:
     from redis.asyncio import Redis
     from redis.exceptions import RedisError
 
-    from adapters.blob_store import check_location, open_store
+    from adapters.blob_store import StoreUnavailable, check_location, is_remote, open_existing
     from adapters.registry import Registry
     from adapters.reindex import reindex
+    from adapters.store_identity import WrongStore, confirm_identity
 
     try:
         check_location(location)
         client = Redis.from_url(redis_url)
     except ValueError as error:
         raise ClientError(f"This cannot be used: {error}.", Exit.USAGE) from None
+    without_store = Exit.UNREACHABLE if is_remote(location) else Exit.REFUSED
     with tempfile.TemporaryDirectory(prefix="loraplex-reindex-") as scratch:
         async with client as redis:
             try:
                 await redis.ping()
-                return await reindex(Registry(redis), open_store(location, Path(scratch)))
+                opened = open_existing(location, Path(scratch))
+                await confirm_identity(redis, opened, location)
+                return await reindex(Registry(redis), opened)
             except RedisError as error:
                 raise ClientError(f"Cannot reach Redis at {redis_url}: {error}.", Exit.UNREACHABLE) from None
+            except WrongStore as fault:
+                raise ClientError(str(fault), Exit.REFUSED) from None
+            except StoreUnavailable as fault:
+                raise ClientError(str(fault), without_store) from None
             except OSError as error:
-                raise ClientError(f"The store cannot be read: {error}.", Exit.UNREACHABLE) from None
+                raise ClientError(f"The store cannot be read: {error}.", without_store) from None

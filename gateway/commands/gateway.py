@@ -177,8 +177,8 @@ async def _has_right_store(settings: GatewaySettings, store: BlobStore) -> bool:
     """
     from redis.exceptions import RedisError
 
+    from adapters.store_identity import WrongStore, check_identity
     from gateway.redis_client import connect
-    from gateway.store_identity import WrongStore, check_identity
 
     async with connect(settings.redis_url) as redis:
         try:

