@@ -136,7 +136,11 @@ class EngineStream:
         return [self._vectors[choice] for choice in range(len(self._choices))]
 
     def begin(self) -> None:
-        """Gives engines at once what they can take. What stands in the way is told by who waits."""
+        """Gives engines at once what they can take. What stands in the way is told by who waits. After
+        `close`, which a client that has gone may have called, nothing is sent.
+        """
+        if self._closed:
+            return
         self._set_alarm()
         while self._may_place and time.monotonic() < self._deadline and self._submit_next():
             pass
@@ -172,8 +176,11 @@ class EngineStream:
             choice.link.abort(choice.request_id, choice.wire_choice)
 
     def close(self) -> None:
-        """Aborts whatever still runs, at once, and ends a `next` that waits. May be called again."""
+        """Aborts whatever still runs, at once, and ends a `next` that waits. May be called again, and before
+        `begin`.
+        """
         self._closed = True
+        self._unplaced.clear()
         if self._alarm is not None:
             self._alarm.cancel()
         running = {(choice.link, choice.request_id) for choice in self._choices if not choice.ended}
@@ -233,8 +240,9 @@ class EngineStream:
         delta.finish, delta.error = finished.reason, finished.error
 
     def on_lost(self, choices: Sequence[int]) -> None:
-        """See Receiver."""
+        """See Receiver. After each loss there is time anew to find another engine."""
         self._accepted = True
+        self._give_up_at = None
         for choice in choices:
             state = self._choices[choice]
             state.losses += state.is_computed
