@@ -56,13 +56,13 @@ class LocalStack:
         self.operator_key = f"operator-{secrets.token_urlsafe(24)}"
         self.lines: deque[str] = deque(maxlen=60)
         command = [str(BIN / "loraplex"), "up", "--model", str(model), "--data-dir", str(data_dir)]
-        command += ["--port", str(ports.gateway), "--engine-port", str(ports.engine)]
+        command += ["--host", "127.0.0.1", "--port", str(ports.gateway), "--engine-port", str(ports.engine)]
         command += ["--redis-port", str(ports.redis), "--", *engine_args]
         # In a session of its own, so that Ctrl-C reaches this process alone, which then stops the stack in
         # order; guarded, so that the stack also ends when this process is killed.
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", guarded.__file__, str(os.getpid()), *command],
-            env={**os.environ, "LORAPLEX_OPERATOR_KEY": self.operator_key},
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -111,6 +111,11 @@ class LocalStack:
         """Make a tenant and return a key of it."""
         self.command("loraplex", "tenants", "create", tenant.title(), "--id", tenant, key=self.operator_key)
         return self.command("loraplex", "keys", "create", tenant, key=self.operator_key)
+
+    def _environment(self) -> dict[str, str]:
+        """Ours, but for a Redis that other stacks may live on: this one has its own."""
+        kept = {name: value for name, value in os.environ.items() if name != "LORAPLEX_REDIS_URL"}
+        return {**kept, "LORAPLEX_OPERATOR_KEY": self.operator_key}
 
     def _keep_output(self) -> None:
         assert self.process.stdout is not None

@@ -43,7 +43,7 @@ async def engine_serves(address: str) -> bool:
 
 async def gateway_ready(url: str) -> bool:
     """Whether the gateway at this base URL says that it can answer requests."""
-    with suppress(httpx.HTTPError):
+    with suppress(httpx.HTTPError, httpx.InvalidURL):
         async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
             return (await client.get(f"{url}/ready")).status_code == 200
     return False

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from gateway import probes
-from gateway.ports import fault_of_port
+from gateway.ports import address_of, fault_of_port
 
 Report = Callable[[str], None]
 
@@ -64,6 +64,11 @@ class StackPlan:
     redis_url: str | None
     data_dir: Path
     engine_args: Sequence[str] = ()
+
+    @property
+    def address(self) -> str:
+        """Of the gateway, as URLs have it."""
+        return address_of(self.host, self.port)
 
     @property
     def store(self) -> Path:
@@ -217,15 +222,15 @@ async def _serve(stages: list[list[Child]], plan: StackPlan, report: Report) -> 
                     starts.create_task(child.start())
         except* StackError as errors:
             raise errors.exceptions[0] from None
-    report(f"Loraplex serves {plan.model} at http://{plan.host}:{plan.port}/v1 - Ctrl-C stops it")
+    report(f"Loraplex serves {plan.model} at http://{plan.address}/v1 - Ctrl-C stops it")
     async with asyncio.TaskGroup() as keepers:
         for child in chain.from_iterable(stages):
             keepers.create_task(child.keep_alive())
 
 
 def check_ports(plan: StackPlan) -> None:
-    """Raises StackError that names every port of the plan that
-    cannot be had, why, and the flag that chooses another.
+    """Raises StackError that names every port of the plan that cannot be had, or is another's of the plan as
+    well, and the flag that chooses another.
     """
     wanted = [
         ("the gateway", "--port", plan.host, plan.port),
@@ -238,6 +243,10 @@ def check_ports(plan: StackPlan) -> None:
         for name, flag, host, port in wanted
         if (fault := fault_of_port(host, port))
     ]
+    owners: dict[int, str] = {}
+    for name, flag, _, port in wanted:
+        if (owner := owners.setdefault(port, name)) != name:
+            faults.append(f"Port {port} is meant for {owner} and for {name}; choose another with {flag}.")
     if faults:
         hint = ["Is another stack running?"] if any("is taken" in fault for fault in faults) else []
         raise StackError("\n".join(faults + hint))
@@ -274,8 +283,8 @@ def plan_children(plan: StackPlan) -> list[list[ChildSpec]]:
             ChildSpec(
                 "gateway",
                 gateway,
-                f"{plan.host}:{plan.port}",
-                lambda: probes.gateway_ready(f"http://{plan.host}:{plan.port}"),
+                plan.address,
+                lambda: probes.gateway_ready(f"http://{plan.address}"),
             ),
         ]
     )
@@ -305,9 +314,14 @@ def valkey_argv(port: int, folder: Path) -> list[str]:
 
 def _valkey(plan: StackPlan) -> ChildSpec:
     folder = plan.data_dir / "valkey"
+    try:
+        argv = valkey_argv(plan.redis_port, folder)
+    except OSError as error:
+        message = f"The folder '{folder}' cannot be made ({error.strerror}). Choose another with --data-dir."
+        raise StackError(message) from None
     return ChildSpec(
         "valkey",
-        valkey_argv(plan.redis_port, folder),
+        argv,
         f"127.0.0.1:{plan.redis_port}",
         lambda: probes.valkey_answers(plan.redis_port),
         log=folder / _VALKEY_LOG,

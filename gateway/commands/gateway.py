@@ -12,6 +12,7 @@ import typer
 
 from gateway import memory
 from gateway.commands.exits import CommandFailed, Exit
+from gateway.ports import address_of, fault_of_port
 
 if TYPE_CHECKING:
     import uvicorn
@@ -95,8 +96,6 @@ def _settings(given: dict[str, Any]) -> GatewaySettings:
 
 def _check_ports(settings: GatewaySettings) -> None:
     """Raises CommandFailed for a port that cannot be had. Servers would say so later, and not as clearly."""
-    from gateway.ports import fault_of_port
-
     wanted = [("--port", settings.port)]
     if settings.grpc_port is not None:
         wanted.append(("--grpc-port", settings.grpc_port))
@@ -157,7 +156,8 @@ async def _serve(settings: GatewaySettings, store: BlobStore) -> None:
         if isinstance(fault, CommandFailed):
             raise fault
     if not server.started:
-        raise CommandFailed(f"The gateway could not start on {settings.host}:{settings.port}.", Exit.REFUSED)
+        address = address_of(settings.host, settings.port)
+        raise CommandFailed(f"The gateway could not start on {address}.", Exit.REFUSED)
 
 
 async def _started(server: uvicorn.Server) -> None:
@@ -168,7 +168,7 @@ async def _started(server: uvicorn.Server) -> None:
     gc.freeze()
     gc.enable()
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    logger.info("gateway listens on http://%s:%d", host, port)
+    logger.info("gateway listens on http://%s", address_of(host, port))
 
 
 async def _has_right_store(settings: GatewaySettings, store: BlobStore) -> bool:
