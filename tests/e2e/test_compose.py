@@ -31,6 +31,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 PORTS = {"redis": "6379", "gateway": "8000", "engine": "50051"}
 OPERATOR_KEY = "operator-key-of-this-test"
+OWN_SETTINGS = "loraplex.env"
 START_LIMIT_S = 120
 
 
@@ -39,6 +40,26 @@ def substituted(text: str, environment: Mapping[str, str]) -> str:
     return re.sub(
         r"\$\{(\w+)(?::-([^}]*))?\}", lambda match: environment.get(match[1]) or match[2] or "", text
     )
+
+
+def env_files(service: str) -> list[str]:
+    """The paths of a service's files of variables, of which later ones win."""
+    return [entry["path"] for entry in SERVICES[service].get("env_file", [])]
+
+
+def variables_in(text: str) -> dict[str, str]:
+    """What such a file sets."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def image_variables(service: str) -> dict[str, str]:
+    """What the image of a service sets for its processes."""
+    if "build" not in SERVICES[service]:
+        return {}
+    text = (ROOT / SERVICES[service]["build"]["dockerfile"]).read_text()
+    (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)", text, re.MULTILINE)
+    return dict(re.findall(r"(\w+)=(\S+)", block))
 
 
 @dataclass
@@ -60,7 +81,11 @@ class LocalCompose:
 
     def environment(self, service: str) -> dict[str, str]:
         """What the service's process sees."""
-        named = SERVICES[service].get("environment", {})
+        named = image_variables(service)
+        for name in env_files(service):
+            file = self.folder / name if name == OWN_SETTINGS else ROOT / name
+            named |= variables_in(file.read_text()) if file.exists() else {}
+        named |= SERVICES[service].get("environment", {})
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         shared = {"PATH": path, "HOME": str(self.folder), "OMP_NUM_THREADS": "2"}
         return {**shared, **{name: self.local(value) for name, value in named.items()}}
@@ -146,7 +171,13 @@ async def compose_up(folder: Path, **given: str) -> AsyncIterator[LocalCompose]:
 
 @pytest.mark.e2e
 async def test_the_services_of_the_compose_file_answer_a_tenant(tmp_path: Path) -> None:
-    given = {"LORAPLEX_ENGINE_MODEL": str(gguf_file()), "LORAPLEX_OPERATOR_KEY": OPERATOR_KEY}
+    given = {"LORAPLEX_ENGINE_MODEL": str(gguf_file()), "LORAPLEX_OPERATOR_KEY": "what-the-shell-has-left"}
+    settings = (
+        f"LORAPLEX_OPERATOR_KEY={OPERATOR_KEY}",
+        "LORAPLEX_MAX_ADAPTER_BYTES=1048576",
+        "LORAPLEX_ENGINE_SERVED_MODEL_NAME=a-name-of-its-own",
+    )
+    (tmp_path / OWN_SETTINGS).write_text("\n".join(settings) + "\n")
     async with compose_up(tmp_path, **given) as stack:
         url = f"http://127.0.0.1:{stack.ports['gateway']}"
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -155,6 +186,10 @@ async def test_the_services_of_the_compose_file_answer_a_tenant(tmp_path: Path) 
             key = (await client.post("/admin/tenants/acme/keys", headers=operator, json={})).json()["key"]
             headers = {"Authorization": f"Bearer {key}"}
             [model] = (await client.get("/v1/models", headers=headers)).json()["data"]
+            assert model["id"] == "a-name-of-its-own"
+            large = {"files": ("adapter_model.safetensors", bytes(1048577))}
+            refused = await client.post("/v1/adapters", headers=headers, data={"name": "large"}, files=large)
+            assert refused.status_code == 413, refused.text
             body = {"model": model["id"], "prompt": "The sky is", "max_tokens": 4, "temperature": 0}
             answer = await client.post("/v1/completions", headers=headers, json=body)
             assert answer.status_code == 200, answer.text
@@ -162,27 +197,44 @@ async def test_the_services_of_the_compose_file_answer_a_tenant(tmp_path: Path) 
             assert answer.json()["choices"][0]["text"].strip()
 
 
-def test_every_variable_in_the_file_is_a_setting() -> None:
+def test_every_variable_that_a_service_is_given_is_a_setting_of_it() -> None:
     engine = {variable_of(field) for field in EngineSettings.model_fields}
     gateway = {f"LORAPLEX_{field.upper()}" for field in GatewaySettings.model_fields}
     for service, known in (("gateway", gateway), ("engine", engine), ("engine-gpu", engine)):
-        for name in SERVICES[service]["environment"]:
+        (tracked, _) = env_files(service)
+        given = {*SERVICES[service].get("environment", {}), *variables_in((ROOT / tracked).read_text())}
+        for name in given:
             assert not name.startswith("LORAPLEX_") or name in known, (service, name)
+
+
+def test_a_file_that_git_does_not_keep_may_hold_any_setting_but_hosts_and_ports() -> None:
+    for service in ("gateway", "engine", "engine-gpu"):
+        assert SERVICES[service]["env_file"][-1] == {"path": OWN_SETTINGS, "required": False}
+        # What stands in `environment` and in flags wins over the file.
+        fixed = {*SERVICES[service].get("environment", {})}
+        flags = [word.partition("=")[0] for word in SERVICES[service]["command"] if word.startswith("-")]
+        assert fixed == ({"LORAPLEX_HOST", "LORAPLEX_PORT"} if service == "gateway" else set())
+        assert flags == ([] if service == "gateway" else ["--host", "--port", "--advertise"])
+    assert f"/{OWN_SETTINGS}" in (ROOT / ".gitignore").read_text().splitlines()
+    assert not [name for name in variables_in((ROOT / ".env").read_text()) if name != "COMPOSE_PROFILES"]
 
 
 def test_the_gpu_engine_is_the_cpu_engine_on_a_gpu() -> None:
     cpu, gpu = SERVICES["engine"], SERVICES["engine-gpu"]
     assert [word.replace("engine-gpu", "engine") for word in gpu["command"]] == cpu["command"]
     assert (cpu["profiles"], gpu["profiles"]) == (["cpu"], ["gpu"])
-    for part in ("environment", "volumes", "healthcheck", "depends_on"):
+    for part in ("env_file", "volumes", "healthcheck", "depends_on"):
         assert cpu[part] == gpu[part]
 
 
-def test_nothing_secret_is_in_the_file_and_every_mount_is_a_volume() -> None:
-    for service in SERVICES.values():
-        for name, value in service.get("environment", {}).items():
-            if "KEY" in name:
-                assert value == f"${{{name}:-}}"
+def test_nothing_secret_is_in_the_files_and_every_mount_is_a_volume() -> None:
+    for name, service in SERVICES.items():
+        given = dict(service.get("environment", {}))
+        for file in env_files(name):
+            given |= variables_in((ROOT / file).read_text()) if file != OWN_SETTINGS else {}
+        for variable, value in given.items():
+            if "KEY" in variable or "TOKEN" in variable:
+                assert value == f"${{{variable}:-}}"
         for mount in service["volumes"]:
             assert mount.split(":")[0] in COMPOSE["volumes"]
         assert service["healthcheck"]["test"]
@@ -204,8 +256,8 @@ def test_whatever_is_kept_in_a_container_has_a_folder_that_its_user_may_write_to
     for service, settings in (("gateway", gateway), ("engine", engine)):
         text = (ROOT / SERVICES[service]["build"]["dockerfile"]).read_text()
         (made,) = re.findall(r"install -d -o loraplex -g loraplex (.*)", text)
-        set_to = dict(re.findall(r"(LORAPLEX_\w+)=(\S+)", text))
-        assert set_to.keys() == {
+        set_to = image_variables(service)
+        assert {name for name in set_to if name.startswith("LORAPLEX_")} == {
             name for name, each in settings.items() if str(each.default).startswith("var/")
         }
         assert set(set_to.values()) <= set(made.split())
@@ -217,3 +269,4 @@ def test_the_images_see_all_that_they_are_built_from() -> None:
     for name in (*built_from, "pyproject.toml", "requirements.lock", "README.md", "LICENSE"):
         assert f"!{name}" in ignored
         assert (ROOT / name).exists()
+    assert "*" in ignored and f"!{OWN_SETTINGS}" not in ignored
