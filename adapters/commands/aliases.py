@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from adapters.client import ClientError, Exit
+from adapters.commands.quantities import quantity
 from adapters.commands.shared import (
     DEFAULT_URL,
     ApiKey,
@@ -51,7 +52,8 @@ def canary(
     name: Name,
     version: Annotated[int | None, typer.Argument(min=1, help="Number of the version to try.")] = None,
     percent: Annotated[
-        float | None, typer.Option("--percent", help="Its share of the requests for the bare name.")
+        float | None,
+        typer.Option("--percent", callback=quantity, help="Its share of the requests for the bare name."),
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="End the canary; promote ends it as well.")] = False,
     url: Url = DEFAULT_URL,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from adapters.commands.quantities import quantity
 from gateway.commands.admin_client import (
     DEFAULT_URL,
     AdminClient,
@@ -37,7 +38,7 @@ def create(
         ),
     ] = None,
     expires_in_days: Annotated[
-        float | None, typer.Option(help="Days until it stops; never when not given.")
+        float | None, typer.Option(callback=quantity, help="Days until it stops; never when not given.")
     ] = None,
     note: Annotated[str, typer.Option(help="What it is for, shown in lists.")] = "",
     limit: Rates = None,

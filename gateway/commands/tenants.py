@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from adapters.commands.quantities import quantity
 from gateway.commands.admin_client import (
     DEFAULT_URL,
     AdminClient,
@@ -55,7 +56,10 @@ def create(
         typer.Option("--id", help="Id for programs; without it the name's, 'acme-ltd' for 'Acme Ltd'."),
     ] = None,
     weight: Annotated[
-        float, typer.Option(help="Share of an engine's time when several tenants have work waiting.")
+        float,
+        typer.Option(
+            callback=quantity, help="Share of an engine's time when several tenants have work waiting."
+        ),
     ] = 1.0,
     shared_prefixes: Annotated[
         bool, typer.Option("--shared-prefixes", help="Share cached prefixes with others that have this flag.")
@@ -81,6 +85,21 @@ def create(
         body["base_models"] = base_model
     tenant = AdminClient(url, api_key).call("POST", "/tenants", body)
     show_json(tenant) if as_json else typer.echo(f"created tenant {tenant['id']}")
+    if tenant_id is None:
+        _tell_of_another(name, tenant["id"])
+
+
+def _tell_of_another(name: str, tenant_id: str) -> None:
+    """Says so where a tenant has not the id of its name: a script that makes one twice goes on with the first."""
+    from gateway.tenants import id_made_of
+
+    wanted = id_made_of(name)
+    if wanted not in ("", tenant_id):
+        typer.echo(
+            f"warning: The id '{wanted}' is or was another tenant's, so this one has '{tenant_id}'. If you meant "
+            f"that tenant, undo this with: loraplex tenants delete {tenant_id}",
+            err=True,
+        )
 
 
 @app.command("list")
@@ -104,7 +123,9 @@ def show(tenant_id: TenantId, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_j
 def update(
     tenant_id: TenantId,
     name: Annotated[str | None, typer.Option(help="Name for people.")] = None,
-    weight: Annotated[float | None, typer.Option(help="Share of an engine's time.")] = None,
+    weight: Annotated[
+        float | None, typer.Option(callback=quantity, help="Share of an engine's time.")
+    ] = None,
     prefixes: Annotated[Prefixes | None, typer.Option(help="With whom cached prefixes are shared.")] = None,
     max_pinned_adapters: Annotated[
         int | None, typer.Option(help="How many adapters it may keep in the engines' memory.")

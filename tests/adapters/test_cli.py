@@ -246,6 +246,12 @@ def test_the_client_sends_no_name_that_makes_another_path(gateway: FakeGateway, 
     assert gateway.requests == [] and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("percent", ["nan", "inf", "-inf", "1e400"])
+def test_a_share_that_is_no_quantity_sends_nothing(gateway: FakeGateway, run: Run, percent: str) -> None:
+    result = run("canary", "sql", "2", f"--percent={percent}")
+    assert result.exit_code == 2 and "is no quantity" in result.err and gateway.requests == []
+
+
 def test_a_bad_folder_sends_nothing(gateway: FakeGateway, tmp_path: Path, run: Run) -> None:
     def result_of(name: str, says: str, **contents: object) -> None:
         folder = write_adapter(tmp_path / name, **contents)  # type: ignore[arg-type]

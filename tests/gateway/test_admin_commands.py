@@ -41,6 +41,19 @@ async def done(plane: ControlPlane, *arguments: str, key: str = OPERATOR_KEY) ->
     return out
 
 
+async def test_a_second_tenant_of_a_name_is_told_from_the_first(plane: ControlPlane) -> None:
+    assert await loraplex(plane, "tenants", "create", "Acme") == (Exit.OK, "created tenant acme\n", "")
+    code, out, err = await loraplex(plane, "tenants", "create", "Acme")
+    other = out.removeprefix("created tenant ").strip()
+    assert code == Exit.OK and other.startswith("t-")
+    assert f"The id 'acme' is or was another tenant's, so this one has '{other}'." in err
+    assert err.count("\n") == 1 and f"loraplex tenants delete {other}" in err
+    code, out, err = await loraplex(plane, "tenants", "create", "Acme", "--id", "acme")
+    assert (code, out) == (Exit.REFUSED, "") and "There is a tenant 'acme' already." in err
+    code, out, err = await loraplex(plane, "tenants", "create", "株式会社", "--json")
+    assert json.loads(out)["id"].startswith("t-") and err == "", "no other tenant has taken that name's id"
+
+
 async def test_a_tenant_is_changed_option_by_option(plane: ControlPlane) -> None:
     limits = ("--limit", "requests_per_minute=600", "--limit", "tokens_per_month=2M")
     await done(plane, "tenants", "create", "Acme", *limits, "--base-model", "base")
@@ -199,3 +212,15 @@ async def test_what_is_wrong_is_said_in_one_sentence(plane: ControlPlane) -> Non
     for line, code, message in WRONG:
         found = await loraplex(plane, *line.split())
         assert (found[0], found[1]) == (code, "") and message in found[2], line
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "1e305"])
+def test_what_is_no_quantity_is_wrong_usage(number: str) -> None:
+    variables = {"LORAPLEX_URL": "http://127.0.0.1:1", "LORAPLEX_API_KEY": OPERATOR_KEY, "COLUMNS": "200"}
+    for line in (
+        f"tenants create x --weight={number}",
+        f"tenants update x --weight={number}",
+        f"keys create acme --expires-in-days={number}",
+    ):
+        result = CliRunner().invoke(app, line.split(), env=variables)
+        assert result.exit_code == Exit.USAGE and "is no quantity" in result.stderr, line
