@@ -32,12 +32,12 @@ from gateway.failed_logins import FailedLogins
 from gateway.key_lookup import KeyLookup
 from gateway.keys import NO_TENANT, OPERATOR_ID, KeyRecord, Keys, digest_of, id_of
 from gateway.limits import NO_LIMITS, NO_RATES, RateLimits, TenantLimits
+from gateway.redis_health import RedisHealth
 from gateway.redis_push import RedisPush
 from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenant
 
 _MAX_AGE_WITHOUT_PUSH_S = 0.4
 _LOOKUP_TIMEOUT_S = 1.0
-_RETRY_S = 0.25
 _MAX_ENTRIES = 20_000
 _MAX_UNKNOWN = 20_000
 _UNKNOWN_CACHE_S = 5.0
@@ -85,12 +85,13 @@ class Authenticator:
     def __init__(
         self,
         redis: Redis,
+        health: RedisHealth,
         *,
         operator_key: SecretStr | None,
         cache_s: float,
         grace_s: float,
     ) -> None:
-        self._redis = redis
+        self._health = health
         self._key_lookup, self._keys = KeyLookup(redis), Keys(redis)
         self._operator_digest = digest_of(operator_key.get_secret_value()) if operator_key else None
         self._cache_s = cache_s
@@ -100,7 +101,6 @@ class Authenticator:
         self._unknown: OrderedDict[str, float] = OrderedDict()  # ids that Redis had not, by when it was asked
         self._changes = 0  # counts what was pushed, so that a look-up that a change overtook is not kept
         self._push = RedisPush(redis, AUTH_CHANNEL, self._apply)
-        self._redis_failed_at = float("-inf")
 
     async def start(self) -> None:
         """Follows changes from now on. Returns at once, also while Redis is away."""
@@ -157,13 +157,13 @@ class Authenticator:
         if key_id in self._unknown and self._fresh(self._unknown[key_id], now, _UNKNOWN_CACHE_S):
             return None
         may_wait = entry is not None and now - entry.checked_at < self._grace_s
-        if may_wait and now - self._redis_failed_at < _RETRY_S:
+        if may_wait and self._health.is_away:
             return entry
         try:
             async with LoopTimeout(_LOOKUP_TIMEOUT_S):
                 return await self._look_up(key_id)
         except (RedisError, OSError, TimeoutError) as error:
-            self._redis_failed_at = time.monotonic()
+            self._health.failed()
             if may_wait:
                 return entry
             raise ApiError(

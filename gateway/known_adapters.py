@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from adapters.loop_timeout import LoopTimeout
 from adapters.model_ref import ModelRef
 from adapters.registry import CHANGES_CHANNEL, Registry, Resolution
+from gateway.redis_health import RedisHealth
 from gateway.redis_push import RedisPush
 
 _LOOKUP_TIMEOUT_S = 1.0
@@ -37,8 +38,8 @@ class KnownAdapters:
     `start` begins to follow Redis' push and `close` ends it; without it, Redis is asked each time.
     """
 
-    def __init__(self, redis: Redis, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, redis: Redis, registry: Registry, health: RedisHealth) -> None:
+        self._registry, self._health = registry, health
         self._push = RedisPush(redis, CHANGES_CHANNEL, self._on_change)
         self._known: OrderedDict[tuple[str, ModelRef], _Known] = OrderedDict()
         self._changed_at: OrderedDict[str, float] = OrderedDict()  # owner/name -> time.monotonic()
@@ -61,11 +62,14 @@ class KnownAdapters:
         known = self._known.get(key)
         if known is not None and self._is_true(known, name):
             return known.resolution
+        if known is not None and self._health.is_away and not self._has_changed(known, name):
+            return known.resolution
         asked_at = time.monotonic()
         try:
             async with LoopTimeout(_LOOKUP_TIMEOUT_S):
                 found = await self._registry.resolve(caller, ref)
         except (RedisError, OSError, TimeoutError):
+            self._health.failed()
             if known is None or self._has_changed(known, name):
                 raise
             return known.resolution

@@ -31,6 +31,7 @@ from gateway.metrics import Metrics
 from gateway.own_tokenizers import OwnTokenizers
 from gateway.prices import PriceList, load_prices
 from gateway.redis_client import connect
+from gateway.redis_health import RedisHealth
 from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
 from gateway.template_host import TemplateHost
@@ -90,10 +91,12 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(redis.aclose)
         tenants, keys, audit = Tenants(redis), Keys(redis), Audit(redis)
         await stack.enter_async_context(trimming(audit, settings.audit_days))
-        authenticator = _authenticator(redis, settings)
+        health = RedisHealth(redis)
+        stack.push_async_callback(health.close)
+        authenticator = _authenticator(redis, health, settings)
         await _run_in(stack, authenticator)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
-        known_adapters = KnownAdapters(redis, registry)
+        known_adapters = KnownAdapters(redis, registry, health)
         await _run_in(stack, known_adapters)
         sessions = UploadSessions(store.scratch, settings.uploads_per_tenant)
         await stack.enter_async_context(
@@ -109,7 +112,9 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         metrics = Metrics(
             EngineMetrics(engines.leases), LedgerMetrics(ledger.writer), labels=settings.metrics_labels
         )
-        admissions = Admissions(redis, lease_ms=int(settings.lease_s * 1000), on_refusal=metrics.rejected)
+        admissions = Admissions(
+            redis, health, lease_ms=int(settings.lease_s * 1000), on_refusal=metrics.rejected
+        )
         admissions.prepare()
         yield Services(
             settings=settings,
@@ -127,7 +132,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             models=ModelResolver(known_adapters, engines),
             metrics=metrics,
             admissions=admissions,
-            calls=CallLimits(redis, metrics.rejected),
+            calls=CallLimits(redis, health, metrics.rejected),
             ledger=ledger,
             usage=UsageReader(redis),
             prices=load_prices(settings.prices) if settings.prices else None,
@@ -141,9 +146,10 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         )
 
 
-def _authenticator(redis: Redis, settings: GatewaySettings) -> Authenticator:
+def _authenticator(redis: Redis, health: RedisHealth, settings: GatewaySettings) -> Authenticator:
     return Authenticator(
         redis,
+        health,
         operator_key=settings.operator_key,
         cache_s=settings.auth_cache_s,
         grace_s=settings.auth_grace_s,

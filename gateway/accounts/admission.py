@@ -23,6 +23,7 @@ from gateway.accounts.rules import amounts_for, background_share, bound_output, 
 from gateway.accounts.windows import ADMIT, CONCURRENT, MONTH_TOKENS, REQUESTS, root_of
 from gateway.auth import Principal
 from gateway.errors import ApiError
+from gateway.redis_health import RedisHealth
 from gateway.resolve import ResolvedModel
 from protos.engine_pb2 import Submit
 
@@ -30,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_MS = 60_000
 _HOUR_MS = 3_600_000
-_AWAY_S = 0.5
-_TRIAL_S = 2.0
-"""How long one request may try whether Redis is back, before another does."""
 _MAX_SPENT = _MAX_ROOMS = 10_000
 
 
@@ -99,6 +97,7 @@ class Admissions:
     def __init__(
         self,
         redis: Redis,
+        health: RedisHealth,
         *,
         lease_ms: int,
         on_refusal: Callable[[str, str, str], None],
@@ -107,13 +106,14 @@ class Admissions:
         """`lease_ms` is how long a request counts as running after its gateway was last heard of.
         `on_refusal` is called with the tenant, the adapter or "", and the kind of limit before each 429.
         """
+        self._health = health
         self._ask = ScriptBatches(redis, redis.register_script(ADMIT))
         self._lease_ms = lease_ms
         self._on_refusal = on_refusal
         self._window_ms = window_ms
         self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, subject): its limit, till when
         self._rooms: dict[tuple[str, str], Room] = {}  # as _spent
-        self._away_until = 0.0  # time.monotonic(); 0 while Redis answers
+        self._holds = True  # what it last told of
 
     def prepare(self) -> None:
         """Begins to connect, so that the first requests need not."""
@@ -202,15 +202,9 @@ class Admissions:
     def _ask_for(
         self, entry: LedgerEntry, rules: Sequence[Rule], amounts: Sequence[int]
     ) -> asyncio.Future[bytes | str] | None:
-        """Runs the script, or returns None while Redis is away.
-
-        After a failure one request tries again, after a while; others do not wait for it.
-        """
-        if self._away_until:
-            now = time.monotonic()
-            if now < self._away_until:
-                return None
-            self._away_until = now + _TRIAL_S
+        """Runs the script, or returns None while Redis is away."""
+        if self._health.is_away:
+            return None
         asked = orjson.dumps(
             {
                 "lease": self._lease_ms,
@@ -225,15 +219,16 @@ class Admissions:
         try:
             reply = await coming
         except (RedisError, OSError, TimeoutError) as error:
-            if not self._away_until:
+            self._health.failed()
+            if self._holds:
                 logger.warning(
                     "limits are not held while Redis does not answer: %s: %s", type(error).__name__, error
                 )
-            self._away_until = time.monotonic() + _AWAY_S
+            self._holds = False
             return None
-        if self._away_until:
+        if not self._holds:
             logger.warning("limits are held again")
-            self._away_until = 0.0
+            self._holds = True
         return orjson.loads(reply)
 
     def _room(self, tenant_id: str, rule: Rule, used: int) -> Room:

@@ -19,6 +19,7 @@ from gateway.accounts.headers import duration
 from gateway.accounts.windows import SHARED, root_of
 from gateway.errors import ApiError
 from gateway.keys import NO_TENANT
+from gateway.redis_health import RedisHealth
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,11 @@ return {}
 class CallLimits:
     """Counts such calls in Redis, so that any number of gateways count as one."""
 
-    def __init__(self, redis: Redis, on_refusal: Callable[[str, str, str], None]) -> None:
+    def __init__(
+        self, redis: Redis, health: RedisHealth, on_refusal: Callable[[str, str, str], None]
+    ) -> None:
         """`on_refusal` is called with the tenant, "", and the limit's name before each 429."""
+        self._health = health
         self._take = redis.register_script(_TAKE)
         self._on_refusal = on_refusal
 
@@ -91,12 +95,13 @@ class CallLimits:
 
         While Redis is away, calls are let through: those that need it fail by themselves.
         """
-        if tenant_id == NO_TENANT:
+        if tenant_id == NO_TENANT or self._health.is_away:
             return
         asked = orjson.dumps([[each.name, each.most, amount, each.window_ms] for each in limits])
         try:
             reply = await self._take(keys=[root_of(tenant_id)], args=[asked])
         except (RedisError, OSError) as error:
+            self._health.failed()
             logger.debug("a call is not counted, since Redis is away: %s", error)
             return
         if reply:

@@ -52,6 +52,7 @@ from gateway.metrics import Metrics
 from gateway.own_tokenizers import OwnTokenizers
 from gateway.prices import load_prices
 from gateway.redis_client import connect
+from gateway.redis_health import RedisHealth
 from gateway.services import Services
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -193,8 +194,10 @@ async def control_plane(
 
 def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub | None) -> Services:
     tenants, keys = Tenants(redis), Keys(redis)
+    health = RedisHealth(redis)
     authenticator = Authenticator(
         redis,
+        health,
         operator_key=config.operator_key,
         cache_s=config.auth_cache_s,
         grace_s=config.auth_grace_s,
@@ -216,7 +219,7 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         hub=hub,
         usage=UsageReader(redis),
         metrics=metrics,
-        calls=CallLimits(redis, metrics.rejected),
+        calls=CallLimits(redis, health, metrics.rejected),
         prices=load_prices(config.prices) if config.prices else None,
         upload_slots=UploadSlots(config.uploads_per_tenant),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),

@@ -16,6 +16,7 @@ from gateway.auth import Authenticator, ensure_operator_key
 from gateway.errors import ApiError
 from gateway.keys import Keys
 from gateway.redis_client import connect
+from gateway.redis_health import RedisHealth
 from gateway.tenants import AUTH_CHANNEL, PrefixSharing, Tenants
 
 
@@ -27,7 +28,9 @@ class Door:
         self.tenants = Tenants(redis)
         self.keys = Keys(redis)
         secret = SecretStr(operator_key) if operator_key else None
-        self.authenticator = Authenticator(redis, operator_key=secret, cache_s=cache_s, grace_s=grace_s)
+        self.authenticator = Authenticator(
+            redis, RedisHealth(redis), operator_key=secret, cache_s=cache_s, grace_s=grace_s
+        )
 
     async def status(self, key: str) -> int:
         """200, or the status of the refusal."""

@@ -19,6 +19,7 @@ from gateway.audit import AUDIT_STREAM
 from gateway.auth import Principal
 from gateway.errors import ApiError
 from gateway.redis_client import connect
+from gateway.redis_health import RedisHealth
 from gateway.resolve import ResolvedModel
 from protos.engine_pb2 import ModelInfo, Submit
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
@@ -90,7 +91,9 @@ async def test_any_number_of_gateways_count_as_one_until_the_window_ends(valkey_
     refused: list[tuple[str, str, str]] = []
     short = CallLimit("short", "calls", 4, 1000)
     async with connect(valkey_url) as redis, connect(valkey_url) as another:
-        gateways = [CallLimits(each, lambda *why: refused.append(why)) for each in (redis, another)]
+        gateways = [
+            CallLimits(each, RedisHealth(each), lambda *why: refused.append(why)) for each in (redis, another)
+        ]
         calls = [gateways[number % 2].take("acme", (FEW, short)) for number in range(10)]
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert [end for end in ended if end is None] == [None] * 3
@@ -105,7 +108,7 @@ async def test_any_number_of_gateways_count_as_one_until_the_window_ends(valkey_
 
 async def test_while_redis_is_away_calls_are_let_through() -> None:
     async with connect("redis://127.0.0.1:1/0") as nowhere:
-        limits = CallLimits(nowhere, lambda *why: pytest.fail("nothing is refused"))
+        limits = CallLimits(nowhere, RedisHealth(nowhere), lambda *why: pytest.fail("nothing is refused"))
         for _ in range(5):
             await limits.take("acme", (FEW,))
 
@@ -139,7 +142,9 @@ async def test_a_limit_follows_its_adapter_to_another_name(plane: ControlPlane) 
     find = plane.services.authenticator.authenticate
     while not (await find(acme["Authorization"])).adapter_limits:
         await asyncio.sleep(0.01)
-    gate = Admissions(plane.services.redis, lease_ms=60_000, on_refusal=lambda *why: None)
+    gate = Admissions(
+        plane.services.redis, RedisHealth(plane.services.redis), lease_ms=60_000, on_refusal=lambda *why: None
+    )
     for number in range(2):
         await admit(gate, await find(acme["Authorization"]), "sql", number)
     renamed = await plane.client.post("/v1/adapters/sql/rename", headers=acme, json={"name": "query"})

@@ -13,6 +13,7 @@ from gateway.errors import ApiError
 from gateway.failed_logins import FailedLogins
 from gateway.keys import Keys
 from gateway.redis_client import connect
+from gateway.redis_health import RedisHealth
 from gateway.tenants import Tenants
 from tests.gateway.control_plane import control_plane
 
@@ -125,7 +126,7 @@ async def test_made_up_ids_cost_redis_little(valkey_url: str, monkeypatch: pytes
     monkeypatch.setattr(auth, "_UNKNOWN_CACHE_S", 600.0)
     async with connect(valkey_url) as redis:
         await Tenants(redis).create("Acme", tenant_id="acme")
-        authenticator = Authenticator(redis, operator_key=None, cache_s=60, grace_s=60)
+        authenticator = Authenticator(redis, RedisHealth(redis), operator_key=None, cache_s=60, grace_s=60)
         await authenticator.start()
         await followed(authenticator)
 
@@ -162,7 +163,7 @@ async def test_a_new_key_whose_id_was_asked_for_in_vain_works_at_once(
     async with connect(valkey_url) as redis:
         await Tenants(redis).create("Acme", tenant_id="acme")
         monkeypatch.setattr("gateway.keys.secrets.token_hex", lambda _: "0" * 12)
-        authenticator = Authenticator(redis, operator_key=None, cache_s=60, grace_s=60)
+        authenticator = Authenticator(redis, RedisHealth(redis), operator_key=None, cache_s=60, grace_s=60)
         await authenticator.start()
         try:
             await followed(authenticator)

@@ -21,6 +21,7 @@ from adapters.validation import AdapterSummary
 from gateway import known_adapters, redis_push
 from gateway.known_adapters import KnownAdapters
 from gateway.redis_client import connect
+from gateway.redis_health import RedisHealth
 
 TENANTS = ("acme", "blue", "cyan")
 NAMES = ("sql", "law")
@@ -43,7 +44,7 @@ def summary(number: int) -> AdapterSummary:
 async def following(url: str) -> AsyncIterator[tuple[KnownAdapters, Registry, Redis]]:
     async with connect(url) as redis:
         registry = Registry(redis)
-        known = KnownAdapters(redis, registry)
+        known = KnownAdapters(redis, registry, RedisHealth(redis))
         await known.start()
         try:
             async with asyncio.timeout(60):
