@@ -161,7 +161,7 @@ class Tenants:
         when it was a deleted tenant's.
         """
         created, made_up = 0, f"t-{secrets.token_hex(6)}"
-        for candidate in [tenant_id] if tenant_id else [_slug(name) or made_up, made_up]:
+        for candidate in [tenant_id] if tenant_id else [id_made_of(name) or made_up, made_up]:
             tenant = Tenant(
                 candidate,
                 name,
@@ -293,8 +293,10 @@ def _action_of(names: Sequence[str], after: Tenant) -> str:
     return "tenant.suspend" if after.suspended else "tenant.resume"
 
 
-def _slug(name: str) -> str:
-    """Returns a name as an id: ASCII letters and digits, without accents, all else as single dashes."""
+def id_made_of(name: str) -> str:
+    """Returns a name as an id: ASCII letters and digits, without accents, all else as single dashes; empty
+    for a name that has none of them.
+    """
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
     return "-".join(re.findall("[a-z0-9]+", plain))[:_LONGEST_ID].rstrip("-")
 

@@ -90,14 +90,14 @@ def create(
 
 
 def _tell_of_another(name: str, tenant_id: str) -> None:
-    """Says so where a tenant has not the id of its name: a script that makes one twice goes on with the first."""
+    """Says so where a tenant has not the id of its name: who makes one twice may take it for the first."""
     from gateway.tenants import id_made_of
 
     wanted = id_made_of(name)
     if wanted not in ("", tenant_id):
         typer.echo(
-            f"warning: The id '{wanted}' is or was another tenant's, so this one has '{tenant_id}'. If you meant "
-            f"that tenant, undo this with: loraplex tenants delete {tenant_id}",
+            f"warning: The id '{wanted}' is or was another tenant's, so this one has '{tenant_id}'. If you "
+            f"meant that tenant, undo this with: loraplex tenants delete {tenant_id}",
             err=True,
         )
 
