@@ -153,3 +153,27 @@ async def test_a_refusal_is_handed_on(valkey_url: str, tmp_path: Path) -> None:
         with pytest.raises(UploadRefused) as refused:
             await run(proxy, acme, write(tmp_path, r=3), lambda _: None)
         assert refused.value.answer.json()["error"]["code"] == "invalid_adapter"
+
+
+def test_no_file_is_sent_but_the_adapters_own(tmp_path: Path) -> None:
+    """Whatever a server names: it may be another than it seems."""
+    (tmp_path / "secret").write_text("of this machine")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("adapter_config.json", WEIGHTS):
+        (folder / name).write_bytes(b"own")
+    sent: list[tuple[str, bytes]] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        if request.method == "PATCH":
+            sent.append((request.url.path.rsplit("/", 1)[1], request.read()))
+            return httpx.Response(200, json={})
+        if request.url.path.endswith("/complete"):
+            return httpx.Response(200, json={"id": "done"})
+        names = ("../secret", str(tmp_path / "secret"), "adapter_config.json")
+        files = [{"name": name, "offset": 0} for name in names]
+        return httpx.Response(201, json={"status": "open", "id": "u", "files": files})
+
+    with httpx.Client(transport=httpx.MockTransport(serve), base_url="http://other") as http:
+        assert upload(http, LocalAdapter(folder, "a", False, True), lambda count: None) == {"id": "done"}
+    assert sorted(sent) == [("adapter_config.json", b"own"), (WEIGHTS, b"own")]
