@@ -170,7 +170,8 @@ class AdapterGate:
         if self._bring(digest, tenant):
             if self._placements.is_usable(digest):
                 return True
-            if not self._pages.references(digest):
+            is_victim = claim is not None and digest in claim.victims
+            if not is_victim and not self._pages.references(digest):
                 self._keep(digest)
             return False
         copy = self._tiers.want(digest, tenant)
@@ -206,6 +207,8 @@ class AdapterGate:
             return None
         adapter = self._pages.acquire(digest)
         self._keep_no_more(digest)
+        if self._claim is not None and self._claim.digest == digest:
+            self._claim = None  # it got its pages after `take_room`, say by a preemption
         return adapter
 
     def release(self, digest: bytes) -> None:
@@ -277,6 +280,10 @@ class AdapterGate:
 
     def check(self, users: list[bytes]) -> None:
         """Asserts the invariants of pages and tiers. ``users``: the adapter of each sequence that has one."""
+        claim = self._claim
+        assert not self._kept & {*users}, "kept for a sequence that runs already"
+        assert claim is None or claim.digest not in users, "claimed for a sequence that runs already"
+        assert claim is None or not self._kept & claim.victims, "kept, and to make room"
         self._pages.check([*users, *self._kept])
         self._tiers.check()
 
@@ -356,7 +363,7 @@ class AdapterGate:
     def _keep(self, digest: bytes) -> None:
         """Lets nobody else have the pages until the first sequence that waits for them runs.
 
-        What is kept has no running sequence, so it is never a claim's victim.
+        What is kept has no running sequence and is no claim's victim, or neither of the two could have pages.
         """
         if digest not in self._kept:
             self._pages.acquire(digest)

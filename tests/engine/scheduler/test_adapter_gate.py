@@ -11,8 +11,10 @@ from builders import digest_of, expected_output, hold_reads, make_engine, make_r
 
 from engine.adapter_status import Residency
 from engine.adapter_tiers import MAX_LOADS
+from engine.block_pool import BLOCK_SIZE
 from engine.host_copy import HostCopy
 from engine.scheduler.placements import PLACEMENTS_PER_STEP
+from engine.sequence import Request
 
 
 def test_nobody_waits_for_another_ones_load() -> None:
@@ -329,6 +331,64 @@ def test_a_claim_comes_to_its_pages_though_their_adapter_was_still_on_its_way() 
         engine.wait_for_loads()
     engine.run(max_steps=2000)
     for request in requests:
+        assert engine.tokens["link", request.request_id, 0] == expected_output(request)
+    engine.check_all_free()
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_claimant_that_got_its_pages_while_the_step_was_planned_claims_no_more(depth: int) -> None:
+    """Its victim's last sequence is preempted for blocks, after the step's look at the claim."""
+    engine = make_engine(num_blocks=8, num_pages=1, max_num_seqs=2, max_num_batched_tokens=16, depth=depth)
+    for name in "ab":
+        engine.store.add(name, 16)
+    comes = {0: ("b", 40, 40, "x"), 5: ("", 40, 80, "y"), 10: ("a", 20, 80, "x"), 20: ("a", 40, 10, "x")}
+    requests: dict[int, Request] = {}
+    for step in range(1000):
+        if step in comes:
+            adapter, prompt, max_tokens, tenant = comes[step]
+            requests[step] = make_request(
+                [step] * prompt, request_id=step, adapter=adapter, max_tokens=max_tokens, tenant=tenant,
+                max_model_len=8 * BLOCK_SIZE,
+            )  # fmt: skip
+            engine.scheduler.add(requests[step])
+        engine.step()
+        while engine.scheduler.is_loading and engine.tiers._done.empty():
+            engine.wait_for_loads()
+    for request in requests.values():
+        assert engine.tokens["link", request.request_id, 0] == expected_output(request)
+    engine.check_all_free()
+    engine.close()
+
+
+def test_what_a_claim_waits_for_is_not_kept_while_its_copy_is_on_its_way() -> None:
+    engine = make_engine(num_pages=2)
+    engine.runner.landing_steps = 300
+    for name, rank in (("a", 16), ("b", 16), ("large", 32)):
+        engine.store.add(name, rank)
+    requests = [
+        make_request(5, request_id=0, adapter="a", max_tokens=100),
+        make_request(5, request_id=1, adapter="b", max_tokens=100),
+        make_request(5, request_id=2, adapter="large"),
+        make_request(5, request_id=3, adapter="a"),
+        make_request(5, request_id=4, max_tokens=200),
+    ]
+    for request in requests[:3]:
+        engine.gate.begin_load(request.adapter_digest)
+    while engine.tiers._done.qsize() < 3:
+        engine.wait_for_loads()
+    for request in requests[:2]:
+        engine.scheduler.add(request)
+    engine.step()
+    assert engine.scheduler.num_running == 2, "nobody ran, so the step waited for both copies"
+    engine.scheduler.add(requests[2])
+    engine.step()
+    assert engine.gate.claim == (digest_of("large"), frozenset([digest_of("a"), digest_of("b")]))
+    engine.scheduler.abort("link", 0)
+    engine.scheduler.add(requests[3])
+    engine.scheduler.add(requests[4])
+    engine.run(max_steps=2000)
+    for request in requests[1:]:
         assert engine.tokens["link", request.request_id, 0] == expected_output(request)
     engine.check_all_free()
     engine.close()
