@@ -82,7 +82,7 @@ def upload(http: httpx.Client, adapter: LocalAdapter, on_sent: Callable[[int], N
             progress.all_is_there()
             return begun["adapter"]
         try:
-            # Only the adapter's own: a server that is not the one it seems could name any file of this machine.
+            # Only the adapter's own: a server that is not what it seems could name any file of this machine.
             offsets = {file["name"]: file["offset"] for file in begun["files"]}
             for path in adapter.files:
                 _send_file(http, begun["id"], path, offsets.get(path.name, 0), progress)
