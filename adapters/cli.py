@@ -38,14 +38,16 @@ from adapters.upload_client import LocalAdapter
 _HELP = """Check, upload, version, share and delete LoRA adapters on a Loraplex gateway.
 
 The server and key come from --url and --api-key of each command, or from LORAPLEX_URL and LORAPLEX_API_KEY.
-
-Exit codes: 0 done; 1 refused by the server, or not a valid adapter; 2 wrong usage; 3 the server cannot be
-reached; 4 the key is not accepted; 5 there is no such adapter.
 """
+_EXIT_CODES = (
+    "Exit codes: 0 done; 1 refused by the server, or not a valid adapter; 2 wrong usage; 3 the server cannot "
+    "be reached; 4 the key is not accepted; 5 there is no such adapter."
+)
 
 app = typer.Typer(
     name="adapters",
     help=_HELP,
+    epilog=_EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -166,6 +168,10 @@ def delete(
     with connect(url, api_key) as client:
         answer = client.delete(ref)
     print_json(answer) if as_json else typer.echo(f"deleted {ref}")
+
+
+for _command in app.registered_commands:
+    _command.epilog = _EXIT_CODES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -33,6 +33,8 @@ examples:
 Sizes take a unit: 512MiB, 4GB. Every flag can also be given as an environment variable: LORAPLEX_ENGINE_ and
 the flag's name, as in LORAPLEX_ENGINE_MAX_NUM_SEQS=128; but LORAPLEX_REDIS_URL and LORAPLEX_STORE, which a
 gateway reads too. SIGTERM drains, SIGINT (Ctrl-C) stops at once.
+
+Exit codes: 0 stopped by a signal; 1 could not start, or not go on; 2 wrong usage.
 """
 
 

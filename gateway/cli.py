@@ -9,6 +9,11 @@ import typer
 from gateway.commands import audit, engine, gateway, health, keys, tenants, up, usage
 from gateway.commands.exits import CommandFailed
 
+_EXIT_CODES = (
+    "Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 the server cannot be reached; "
+    "4 the key is not accepted; 5 there is no such thing."
+)
+
 app = typer.Typer(
     name="loraplex",
     help=(
@@ -16,10 +21,7 @@ app = typer.Typer(
         "Start everything on this machine with `loraplex up`, make a tenant and a key with "
         "`loraplex tenants create` and `loraplex keys create`, and upload a fine-tune with `adapters upload`."
     ),
-    epilog=(
-        "Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 the server cannot be reached; "
-        "4 the key is not accepted; 5 there is no such thing."
-    ),
+    epilog=_EXIT_CODES,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -31,8 +33,11 @@ app.command("engine", context_settings=engine.PASS_ALL, add_help_option=False)(e
 app.command("health")(health.health)
 app.command("usage")(usage.usage)
 app.command("audit")(audit.audit)
-app.add_typer(tenants.app, name="tenants")
-app.add_typer(keys.app, name="keys")
+app.add_typer(tenants.app, name="tenants", epilog=_EXIT_CODES)
+app.add_typer(keys.app, name="keys", epilog=_EXIT_CODES)
+for _group in (app, tenants.app, keys.app):
+    for _command in _group.registered_commands:
+        _command.epilog = _EXIT_CODES
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from adapters.cli import app as adapters_app
-from engine.settings import EngineSettings, variable_of
+from engine.settings import EngineSettings, parse_args, variable_of
 from gateway.cli import app as loraplex_app
 from gateway.settings import GatewaySettings, environment_table
 
@@ -96,6 +96,26 @@ def test_every_command_is_in_the_readme() -> None:
                 assert all(f"{verb}`" in group_row for verb in command.commands), group_row
             else:
                 assert f"`{name} {sub}`" in rows or f"`{sub}`" in rows
+
+
+def every_command(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The words of a command and of all below it."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, (*words, name))
+
+
+@pytest.mark.parametrize(
+    "words", [words for name, root in ROOTS.items() for words in every_command(root, (name,))]
+)
+def test_each_command_says_what_its_exit_codes_mean(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        if words == ("loraplex", "engine"):
+            parse_args(["--help"])  # which that command runs
+        ROOTS[words[0]].main([*words[1:], "--help"])
+    assert "Exit codes: 0 " in capsys.readouterr().out
 
 
 def test_make_targets_exist() -> None:
