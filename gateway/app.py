@@ -77,6 +77,7 @@ def create_app(settings: GatewaySettings, *, open_services: ServicesFactory = op
         version=version("loraplex"),
         lifespan=lifespan,
         redoc_url=None,
+        redirect_slashes=False,  # to wherever the request's Host says
         telemetry={"tracing": False, "metrics": False, "logs": False},  # looked for anew with each request
     )
     app.add_middleware(BodyLimit, exempt=_READ_BY_HANDLERS, exempt_below=_READ_BY_HANDLERS_BELOW)

@@ -1,25 +1,32 @@
-"""uvicorn's HTTP protocol with what it lacks: bounds on a request's head, errors in OpenAI's shape, word of
-clients that go, and answers that go out in one piece.
+"""uvicorn's HTTP protocol with what it lacks: bounds on all of a request but its body, errors in OpenAI's
+shape, word of clients that go, answers that go out in one piece, and requests that end where they say.
 """
 
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop, Transport
 from asyncio.events import TimerHandle
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
+import httptools
 import orjson
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import disconnects, whole_answer
 from gateway.disconnects import Disconnects
 from gateway.errors import error_body
 
 MAX_HEAD_BYTES = 64 * 1024
-"""The most that is read of a request line and headers that do not end."""
+"""The most that is read of a request line and headers that do not end, and of what is around a body's pieces:
+extensions of chunks, trailers, and empty lines.
+"""
 MAX_HEAD_S = 30.0
-"""In what time they must have come; a new connection's begins when it is made."""
+"""In what time a head must have come, from the first byte behind a request that has been answered, whatever
+that byte is; a new connection's begins when it is made.
+"""
 
 
 class HeldHead(Transport):
@@ -58,13 +65,24 @@ class HeldHead(Transport):
             self.write(b"")
 
 
+async def _send_without_chunks(cycle: RequestResponseCycle, message: Any) -> None:
+    """A cycle's `send` to a client that knows no chunks: the end of the connection is the answer's."""
+    if message["type"] == "http.response.start":
+        if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+            cycle.chunked_encoding = False
+    elif cycle.chunked_encoding is False:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """One connection of a client. What it sends before a request's body is bounded in size and in time."""
+    """One connection of a client. What it sends beside requests' bodies is bounded in size and in time."""
 
     _in_head = True
-    _head_bytes = 0
-    _ended_one = False
-    """Whether a request has ended in what is being read: the next one's head may have begun behind it."""
+    _bare_bytes = 0
+    """How much has come since a head ended, or a piece of a body, or a request."""
+    _met_end = False
+    """Whether one of them came in what is being read, which then is not counted."""
     _timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -86,32 +104,81 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._ended_one = False
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += 0 if self._ended_one else len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"The request's headers are larger than {MAX_HEAD_BYTES:,} bytes.")
-            elif self._timer is None:  # most come whole, and need none
-                self._start_timer()
+        self._unset_keepalive_if_required()
+        self._met_end = False
+        self._parse(data)
+        if not self._met_end:
+            self._bare_bytes += len(data)
+            if self._bare_bytes > MAX_HEAD_BYTES:
+                what = "headers are" if self._in_head else "trailers, or extensions of chunks, are"
+                self._refuse(431, f"The request's {what} larger than {MAX_HEAD_BYTES:,} bytes.")
+                return
+        # Most requests come whole, and need no timer. While one is served, its handler bounds its body.
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_timer()
+
+    def _parse(self, data: bytes) -> None:
+        """Has the parser read what came.
+
+        The parser ends where a request asks for another protocol with `Upgrade`, and takes its body for that.
+        No other is spoken here, which leaves the request as it is (RFC 9110, 7.8): so its head is read again,
+        by a new parser, without that header.
+        """
+        rest: bytes | memoryview = data
+        try:
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as end:
+                    if self.parser.get_method() == b"CONNECT":
+                        self._refuse(400, "CONNECT is not served: this is no proxy.")
+                        return
+                    rest = memoryview(rest)[end.args[0] :]  # shorter: at least the head's last byte was there
+                    self._read_without_upgrade()
+        except httptools.HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
+
+    def _read_without_upgrade(self) -> None:
+        version = self.parser.get_http_version().encode()
+        start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+        lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.parser.feed_data(b"\r\n".join([start, *lines, b"", b""]))
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
-        self._in_head = False
-        self._stop_timer()
+        if self.parser.should_upgrade():
+            return  # it comes again
         super().on_headers_complete()
-        if self.cycle is not None:
-            self.cycle.transport = HeldHead(self.transport, self.loop)
+        self.headers = []  # for trailers: the scope has those that came in the head, and keeps them
+        self._in_head, self._bare_bytes, self._met_end = False, 0, True
+        self._stop_timer()
+        cycle = self.cycle
+        cycle.transport = HeldHead(self.transport, self.loop)
+        if self.scope["http_version"] != "1.1":
+            cycle.keep_alive = cycle.waiting_for_100_continue = False
+            cycle.send = partial(_send_without_chunks, cycle)
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._bare_bytes, self._met_end = 0, True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
-        self._ended_one = True
+        if self._in_head:
+            return  # what should_upgrade
+        self._bare_bytes, self._met_end = 0, True
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -145,19 +212,29 @@ class BoundedHttp(HttpToolsProtocol):
             self._timer = None
 
     def _on_slow_head(self) -> None:
-        if self._head_bytes == 0:  # opened in advance, and not used: nobody waits for an answer
+        if not self._in_head or self._bare_bytes == 0:  # no request has begun: nobody waits for an answer
             self.transport.close()
             return
         self._refuse(408, f"The request's headers did not arrive within {MAX_HEAD_S:g} seconds.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers without asking the application, which has not seen this request, and closes."""
+        """Answers without asking the application, which has not seen this request, and closes. Says nothing
+        where that would come into another's answer, or behind this one's.
+        """
         if self.transport.is_closing():
             return
-        body = orjson.dumps(error_body(message, type="invalid_request_error"))
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        if not self._has_answer():
+            body = orjson.dumps(error_body(message, type="invalid_request_error"))
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _has_answer(self) -> bool:
+        """Whether an answer is under way, or has been sent to the request that is being read."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started:
+            return bool(self.pipeline)
+        return not (self._in_head and cycle.response_complete)

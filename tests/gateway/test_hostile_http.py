@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import pytest
 
 from gateway import http_protocol, uploads
-from tests.gateway.hostile import MIB, UPLOAD, check_refused, connect, send_head
+from tests.gateway.hostile import CHAT, MIB, UPLOAD, chat, check_refused, connect, send_head
 from tests.gateway.inhabited import adapter_files
 from tests.gateway.local_stack import LocalStack
 from tests.gateway.memory import peak, reset_peak
@@ -178,3 +179,92 @@ def test_headers_that_do_not_come_are_408(
         assert b" 408 " in connection.recv(1000)
     with connect(module_client) as connection:
         assert connection.recv(1000) == b"", "who says nothing is told nothing"
+
+
+# ---- where a request ends, and whose it is ----------------------------------------------------------------
+
+
+def test_a_body_behind_an_upgrade_is_no_request(module_client: httpx.Client) -> None:
+    key = module_client.headers["authorization"]
+    inner = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\n\r\n".encode()
+    with connect(module_client) as connection:
+        send_head(
+            connection,
+            module_client,
+            CHAT,
+            "connection: upgrade",
+            "upgrade: h2c",
+            f"content-length: {len(inner)}",
+        )
+        connection.sendall(inner)
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answers = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"400", b"200"], answers
+    assert b"invalid_json" in answers
+
+
+def test_a_client_that_offers_http_2_is_answered_in_http_1(module_client: httpx.Client) -> None:
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+    for _ in range(2):
+        answer = module_client.post(CHAT, content=chat(), headers=offer)
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_key_in_a_trailer_is_none(module_client: httpx.Client) -> None:
+    body = chat()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    key = f"authorization: {module_client.headers['authorization']}\r\n".encode()
+    assert exchanged(module_client, head.encode() + b"\r\n" + chunks + key + b"\r\n")[0] == 401
+    assert (
+        exchanged(module_client, head.encode() + key + b"\r\n" + chunks + b"x-request-timeout: a\r\n\r\n")[0]
+        == 200
+    )
+
+
+@pytest.mark.parametrize("begin", [b"0\r\n", b"0\r\nx-a: ", b"1;"])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_never_ends_beside_a_body_takes_bounded_memory(
+    module_client: httpx.Client, begin: bytes, known: bool
+) -> None:
+    before = reset_peak()
+    key = f"authorization: {module_client.headers['authorization']}\r\n" if known else ""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{key}transfer-encoding: chunked\r\n\r\n"
+    with connect(module_client) as connection:
+        connection.sendall(head.encode() + begin)
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                connection.sendall(b"x-a: b\r\n" * 8000 if begin == b"0\r\n" else b"a" * 64_000)
+    assert peak() - before < 20 * MIB
+
+
+def test_a_connection_is_not_held_open_behind_a_refusal(
+    module_client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_HEAD_S", 1.0)
+    with connect(module_client) as connection:
+        connection.settimeout(60)
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n".encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+        connection.sendall(b"a")
+        assert connection.recv(65536) == b""
+
+
+def test_a_stream_to_a_client_of_http_1_0_ends_with_its_connection(module_client: httpx.Client) -> None:
+    body, key = chat(stream=True), module_client.headers["authorization"]
+    head = f"POST {CHAT} HTTP/1.0\r\nhost: x\r\nauthorization: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    with connect(module_client) as connection:
+        connection.sendall(head.encode() + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head_sent, _, stream = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head_sent.lower() and b"connection: close" in head_sent
+    assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", [f"{CHAT}/", "/health/", "/docs/", "/admin/tenants/"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_nobody_is_sent_where_the_host_header_says(
+    module_client: httpx.Client, method: str, path: str
+) -> None:
+    answer = module_client.request(method, path, headers={"host": "evil.example"})
+    assert check_refused(answer, 404) and "evil.example" not in f"{answer.headers}{answer.text}"
