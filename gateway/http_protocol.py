@@ -27,6 +27,8 @@ MAX_HEAD_S = 30.0
 """In what time a head must have come, from the first byte behind a request that has been answered, whatever
 that byte is; a new connection's begins when it is made.
 """
+MAX_UNREAD_S = 60.0
+"""For how long a client may read nothing while the buffers on the way to it are full; then it has gone."""
 
 
 class HeldHead(Transport):
@@ -84,6 +86,7 @@ class BoundedHttp(HttpToolsProtocol):
     _met_end = False
     """Whether one of them came in what is being read, which then is not counted."""
     _timer: TimerHandle | None = None
+    _unread_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -98,9 +101,20 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_timer()
+        self._stop_unread_timer()
         super().connection_lost(exc)
         self._disconnects.tell()
         del self._extensions[whole_answer.EXTENSION]  # which refers to this
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().resume_writing()
+        self._stop_unread_timer()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -210,6 +224,24 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _watch_unread(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(MAX_UNREAD_S, self._on_unread, unread)
+
+    def _on_unread(self, before: int) -> None:
+        """Else whoever does not read would keep its request, its place among those that run and its answer
+        for as long as its host lives.
+        """
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_unread()
+        else:
+            self.transport.abort()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _on_slow_head(self) -> None:
         if not self._in_head or self._bare_bytes == 0:  # no request has begun: nobody waits for an answer

@@ -29,6 +29,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.closed = False
+        self.unread = 0
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         assert not self.closed
@@ -37,8 +38,14 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
+    def abort(self) -> None:
+        self.closed = True
+
     def is_closing(self) -> bool:
         return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
 
     def pause_reading(self) -> None: ...
 
@@ -68,6 +75,26 @@ class Connection:
         """Has a piece arrive, in no time."""
         if not self.is_closed:
             self._protocol.data_received(piece)
+
+    def take_clock(self) -> Clock:
+        """From now on its timers fire when they are told to."""
+        clock = Clock()
+        self._protocol.loop = clock  # type: ignore[assignment]
+        return clock
+
+    def fill(self, unread: int) -> None:
+        """So much is written and not read, which fills the buffers."""
+        self._transport.unread = unread
+        self._protocol.pause_writing()
+
+    def read(self, count: int) -> None:
+        """The client reads, and leaves something."""
+        self._transport.unread -= count
+
+    def empty(self) -> None:
+        """The client has read all."""
+        self._transport.unread = 0
+        self._protocol.resume_writing()
 
     @property
     def is_closed(self) -> bool:
@@ -362,3 +389,42 @@ async def test_an_answer_of_known_length_is_as_ever(connect: Connect) -> None:
     connection = connect()
     await connection.send(b"POST / HTTP/1.0\r\ncontent-length: 1\r\n\r\na")
     assert connection.seen == [("POST", "/", b"a")] and connection.is_closed
+
+
+class Clock:
+    """A loop's timers, which fire when they are told to."""
+
+    def __init__(self) -> None:
+        self.timers: list[asyncio.TimerHandle] = []
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+        assert delay == http_protocol.MAX_UNREAD_S
+        self.timers.append(asyncio.TimerHandle(0, callback, args, asyncio.get_running_loop()))
+        return self.timers[-1]
+
+    def fire(self) -> None:
+        for timer in self.timers.copy():
+            self.timers.remove(timer)
+            if not timer.cancelled():
+                timer._run()
+
+
+async def test_who_reads_nothing_for_long_has_gone(connect: Callable[[], Connection]) -> None:
+    connection = connect()
+    clock = connection.take_clock()
+    connection.fill(100_000)
+    for _ in range(3):
+        connection.read(1)
+        clock.fire()
+        assert not connection.is_closed, "it reads slowly"
+    clock.fire()
+    assert connection.is_closed
+
+
+async def test_who_has_read_all_may_wait(connect: Callable[[], Connection]) -> None:
+    connection = connect()
+    clock = connection.take_clock()
+    connection.fill(100_000)
+    connection.empty()
+    clock.fire()
+    assert not connection.is_closed
