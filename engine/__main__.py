@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 SWITCH_INTERVAL_S = 0.0001
 """How long another thread may keep the interpreter from the engine's loop, which asks for it some forty times
@@ -23,7 +25,8 @@ logger = logging.getLogger("engine")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs an engine until it is told to stop. Returns the exit status: 0 after a signal, else 1.
 
-    The imports are in here so that the time to ready includes them, and ``--help`` does without torch.
+    Threads may still run then, and may never end: see `end_process`. The imports are in here so that the time
+    to ready includes them, and ``--help`` does without torch.
     """
     started = time.monotonic()
     from engine.settings import parse_args
@@ -44,13 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Until the server takes signals, SIGTERM is as Ctrl-C, so that half-built kernels are cleared away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    runner = asyncio.Runner()  # never closed, which would wait for threads of look-ups that may hang
     try:
-        return asyncio.run(serve(assemble(settings), settings, started=started))
+        return runner.run(serve(assemble(settings), settings, started=started))
     except (ModelNotAvailable, NotEnoughMemory, CannotListen, OSError, ValueError) as error:
         logger.error("%s", error)
         return 1
     except KeyboardInterrupt:
         return 0
+    except Exception:  # else Python would tell of it, and then wait for the threads
+        logger.exception("the engine has failed")
+        return 1
 
 
 def prepare_process() -> None:
@@ -60,5 +67,17 @@ def prepare_process() -> None:
         os.environ[_ALLOCATOR_VARIABLES[0]] = PINNING
 
 
+def end_process(status: int) -> NoReturn:
+    """Ends the process when all is told, whatever its threads do.
+
+    Python would wait for those of every pool, and a read that hangs has one for as long as it hangs.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

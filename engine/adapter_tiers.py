@@ -294,7 +294,9 @@ class AdapterTiers:
                 self._pool.submit(self._forget, digest)
 
     def close(self) -> None:
-        """Lets running reads finish unheard and starts no more."""
+        """Lets running reads finish unheard and starts no more. Python would wait for them at its end: see
+        `engine.__main__.end_process`.
+        """
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check(self) -> None:

@@ -46,7 +46,8 @@ class _End:
 async def serve(core: Core, settings: EngineSettings, *, started: float) -> int:
     """Serves until a signal, or until the loop cannot go on. Returns the process's exit status.
 
-    Starts with the server, then the lease; ends with draining, the lease, the server and the loop.
+    Starts with the server, then the lease; ends with draining, the lease, the server and the loop. Reads of
+    adapters may go on, and are not waited for.
 
     Args:
         started: `time.monotonic` when the process started.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import importlib.util
 import os
 import re
@@ -13,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -20,6 +23,7 @@ import torch
 from redis import Redis
 
 from engine import assembly
+from engine import process as process_module
 from engine.__main__ import main
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc as pb_grpc
@@ -92,10 +96,10 @@ def engine(model: Path, tmp_path: Path, *arguments: str) -> Iterator[Process]:
         process.wait()
 
 
-def submit(max_tokens: int) -> pb.LinkRequest:
+def submit(max_tokens: int, **more: Any) -> pb.LinkRequest:
     return pb.LinkRequest(
         submit=pb.Submit(
-            request_id=1, prompt_tokens=[5, 6, 7], seeds=[0], max_tokens=max_tokens, ignore_eos=True
+            request_id=1, prompt_tokens=[5, 6, 7], seeds=[0], max_tokens=max_tokens, ignore_eos=True, **more
         )
     )
 
@@ -155,6 +159,48 @@ def test_ctrl_c_does_not_wait_for_requests_and_a_taken_port_is_said(model: Path,
         assert not any("Traceback" in line for line in process.lines), "".join(process.lines)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_read_that_hangs_keeps_no_process(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    digest = b"\xab" * 32
+    folder = tmp_path / "store" / "sha256" / "ab" / digest.hex()
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    weights = folder / "adapter_model.safetensors"
+    os.mkfifo(weights)
+    with engine(model, tmp_path, "--drain-seconds", "1") as process:
+        address = process.wait_until_ready()
+        with grpc.insecure_channel(address) as channel:
+            hold = threading.Event()
+
+            def messages() -> Iterator[pb.LinkRequest]:
+                yield submit(5, adapter_digest=digest)
+                hold.wait(120)
+
+            answers = pb_grpc.EngineStub(channel).Link(messages())
+            writer = _open_when_read(weights)
+            try:
+                process.popen.send_signal(number)
+                assert process.wait() == 0
+            finally:
+                hold.set()
+                answers.cancel()
+                os.close(writer)
+    assert any("told to stop" in line for line in process.lines) == (number == signal.SIGTERM)
+    assert any("the link from" in line for line in process.lines), "the log is whole"
+    assert not any("Traceback" in line for line in process.lines), "".join(process.lines)
+
+
+def _open_when_read(fifo: Path) -> int:
+    """The end to write to, once somebody reads; who does then waits for what is written."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            assert error.errno == errno.ENXIO and time.monotonic() < deadline, "nobody reads it"
+            time.sleep(0.02)
+
+
 def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     with engine(tmp_path / "nowhere", tmp_path) as process:
         assert process.wait() == 1
@@ -181,6 +227,16 @@ def test_what_cannot_be_had_is_one_clear_line(
     assert not any("Traceback" in line for line in process.lines), "".join(process.lines)
 
 
+@pytest.fixture
+def undone() -> Iterator[None]:
+    """Takes back what `main` sets for the process."""
+    before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
+    yield
+    signal.signal(signal.SIGTERM, before)
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("undone")
 def test_a_signal_while_the_model_loads_ends_the_process_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     cleaned = False
 
@@ -193,9 +249,39 @@ def test_a_signal_while_the_model_loads_ends_the_process_in_order(monkeypatch: p
             cleaned = True
 
     monkeypatch.setattr(assembly, "assemble", load)
-    before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
+    assert main(["--model", "any"]) == 0 and cleaned
+
+
+@pytest.mark.usefixtures("undone")
+def test_a_look_up_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, ended = threading.Event(), threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def look_up() -> None:
+        released.wait(30)
+        ended.set()
+
+    async def serve(*args: object, **more: object) -> int:
+        loops.append(asyncio.get_running_loop())
+        loops[0].run_in_executor(None, look_up)
+        return 0
+
+    monkeypatch.setattr(assembly, "assemble", lambda settings: None)
+    monkeypatch.setattr(process_module, "serve", serve)
     try:
-        assert main(["--model", "any"]) == 0 and cleaned
+        assert main(["--model", "any"]) == 0
+        assert not ended.is_set()
     finally:
-        signal.signal(signal.SIGTERM, before)
-        sys.setswitchinterval(interval)
+        released.set()
+        ended.wait()
+        loops[0].close()
+        asyncio.set_event_loop(None)
+
+
+@pytest.mark.usefixtures("undone")
+def test_what_nobody_expected_is_logged_and_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(assembly, "assemble", lambda settings: {}["model"])
+    assert main(["--model", "any"]) == 1
+    assert "the engine has failed" in caplog.text and "KeyError: 'model'" in caplog.text
