@@ -104,6 +104,7 @@ class AdapterTiers:
         self._copied_bytes = 0
         self._order = GreedyDual()
         self._pinned: Collection[bytes] = ()
+        self._crowded_out: list[bytes] = []
         self._loading: dict[bytes, Future[None]] = {}
         self._forgetting: set[bytes] = set()
         self._tenants: dict[bytes, str] = {}  # for whom each of them is; "": nobody who is known yet
@@ -273,6 +274,11 @@ class AdapterTiers:
         """Says which adapters go last from now on."""
         self._pinned = digests
 
+    def take_crowded_out(self) -> list[bytes]:
+        """Pinned adapters whose copies have gone since the last call, as others took all of the budget."""
+        taken, self._crowded_out = self._crowded_out, []
+        return taken
+
     def discard(self, digest: bytes) -> None:
         """Drops the host copy, if there is one."""
         copy = self._copies.pop(digest, None)
@@ -377,6 +383,8 @@ class AdapterTiers:
             self._order.evicted(digest, self._read_cost)
             self._copied_bytes -= self._copies.pop(digest).nbytes
             self.counters.evictions_host += 1
+            if digest in self._pinned:
+                self._crowded_out.append(digest)
 
     def _read_cost(self, digest: bytes) -> float:
         return reload_cost(self._copies[digest].num_pages, in_host=False)

@@ -15,7 +15,8 @@ admission, which is fair, decides whose is next. It need not wait for the copy o
 whatever was placed for a sequence that waits is kept for it until then.
 
 What is brought ahead of need makes no claim: it takes room that nobody uses. That holds for a `prefetch`,
-for what is `expect`ed, and for pinned adapters, which stay once they are here.
+for what is `expect`ed, and for pinned adapters, which stay once they are here; those that no memory has room
+for are tried now and then.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ class AdapterGate:
                 self._fail(outcome)
             else:
                 self._bills.read(outcome.digest, outcome.copy.num_pages)
+        for digest in self._tiers.take_crowded_out():
+            if self._pages.resident(digest) is None:
+                self._ahead.has_no_room(digest)
         self._advance_claim(num_waiting)
         self._bring_ahead(num_waiting)
         self._drop_loads_nobody_wants(num_waiting)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
 
 EXPECTED_SECONDS = 5.0
 """How long an announced request is waited for; it comes within milliseconds, or its client has gone."""
 MAX_EXPECTED = 16
 """Announcements beyond so many are ignored: their loads would come later than the requests."""
 PIN_RETRY_SECONDS = 30.0
-"""After how long a pinned adapter that could not be brought is tried again."""
+"""After how long a pinned adapter that could not be brought, or found no room, is tried again."""
 
 
 class Ahead:
@@ -21,6 +24,7 @@ class Ahead:
         self._prefetches: dict[bytes, list[Future[str]]] = {}
         self._expected: dict[bytes, float] = {}
         self._retry_at: dict[bytes, float] = {}
+        self._is_crowded = False
         self.pinned: frozenset[bytes] = frozenset()
 
     def wants(self, digest: bytes) -> bool:
@@ -58,16 +62,33 @@ class Ahead:
 
     def pin(self, digests: frozenset[bytes]) -> None:
         """These are pinned from now on, and no others."""
+        if digests != self.pinned:
+            self._is_crowded = False
         self.pinned = digests
         self._retry_at = {digest: at for digest, at in self._retry_at.items() if digest in digests}
 
     def to_pin(self, are_pinned: frozenset[bytes]) -> list[bytes]:
-        """The adapters to pin that are not yet, without those that could not be brought a while ago."""
+        """The adapters to pin that are not yet, without those that rest: they could not be brought, or had no
+        room, a while ago.
+        """
         missing = self.pinned - are_pinned
         if not missing:
             return []
         now = self._clock()
         return sorted(digest for digest in missing if self._retry_at.get(digest, now) <= now)
+
+    def has_no_room(self, digest: bytes) -> None:
+        """A pinned adapter was read, and had to go again; it rests for a while. The log has the first."""
+        if digest not in self.pinned:
+            return
+        self._retry_at[digest] = self._clock() + PIN_RETRY_SECONDS
+        if not self._is_crowded:
+            self._is_crowded = True
+            logger.warning(
+                "memory has no room for all %d pinned adapters, so some are not kept; "
+                "raise --lora-memory-bytes or --lora-host-memory-bytes, or pin fewer",
+                len(self.pinned),
+            )
 
     # ---- announcements ------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import pytest
 from builders import Engine, digest_of, expected_output, hold_reads, make_engine, make_request, step_until
 
 from engine.adapter_status import Residency
@@ -194,6 +195,37 @@ def test_a_pinned_adapter_that_cannot_be_read_is_tried_again_now_and_then() -> N
     clock.now += PIN_RETRY_SECONDS
     settle(engine)
     assert engine.gate.status(missing).is_pinned
+    engine.close()
+
+
+def test_pins_for_which_no_memory_has_room_are_tried_again_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    engine = make_engine(num_pages=8, host_bytes=400, clock=clock)
+    digests = frozenset(engine.store.add(f"p{number}", 16) for number in range(12))
+    engine.gate.pin(digests)
+
+    def reads(steps: int = 40) -> int:
+        before = len(engine.store.reads)
+        for _ in range(steps):
+            engine.step()
+            while engine.scheduler.is_loading and engine.tiers._done.empty():
+                engine.wait_for_loads()
+            engine.gate.pin(digests)
+        return len(engine.store.reads) - before
+
+    assert 8 <= reads() <= 12
+    assert not reads() and not engine.scheduler.is_loading, "an engine without work sleeps"
+    assert len(engine.pages.pinned()) == 4 and len(engine.tiers.held()) == 4
+    clock.now += PIN_RETRY_SECONDS
+    assert 1 <= reads() <= 12
+    assert not reads()
+    engine.scheduler.add(make_request(5, request_id=1, adapter="p0"))
+    engine.run()
+    assert engine.finished["link", 1, 0][0] == "LENGTH"
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "no room for all 12 pinned adapters" in told[0] and "--lora-host" in told[0]
     engine.close()
 
 
