@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Until the server takes signals, SIGTERM is as Ctrl-C, so that half-built kernels are cleared away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    runner = asyncio.Runner()  # never closed, which would wait for threads of look-ups that may hang
+    runner = asyncio.Runner()  # never closed, which would wait for threads: a look-up of a host may hang
     try:
         return runner.run(serve(assemble(settings), settings, started=started))
     except (ModelNotAvailable, NotEnoughMemory, CannotListen, OSError, ValueError) as error:

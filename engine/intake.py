@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 from engine.constraints import Grammar, Grammars, InvalidGrammar
 from engine.link import Link
@@ -15,13 +17,17 @@ from protos import engine_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+NUM_GRAMMAR_THREADS = 4
+"""So many grammars are read at once, in threads that nothing else waits for."""
+
 _NO_GRAMMARS = (
     "this engine cannot hold answers to a grammar: its model has no tokenizer, or llguidance is absent"
 )
 
 
 class Intake:
-    """Starts and aborts requests. A request with a grammar starts when that is understood, in a thread.
+    """Starts and aborts requests. One with a grammar starts when that is understood, in a thread, and ends at
+    its deadline if it has not been by then.
 
     Belongs to the server's event loop.
 
@@ -34,18 +40,20 @@ class Intake:
         self._loop = loop
         self._model = model
         self._grammars = grammars
+        self._threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._delayed: dict[tuple[Link, int], asyncio.Task[None]] = {}
 
     def submit(self, link: Link, message: pb.Submit) -> str | None:
         """Starts a request. Returns what is wrong with the link itself, if it reuses an id."""
         if not link.open(message.request_id, max(1, len(message.seeds))):
             return f"request_id {message.request_id} is in use on this link"
+        arrival = time.monotonic()
         if not message.grammar:
-            self._start(link, message)
+            self._start(link, message, arrival)
         elif self._grammars is None:
             _end(link, message, FinishReason.ERROR, _NO_GRAMMARS)
         else:
-            self._delay(link, message, self._grammars)
+            self._delay(link, message, arrival, self._grammars)
         return None
 
     def abort(self, link: Link, message: pb.Abort) -> None:
@@ -64,25 +72,31 @@ class Intake:
                 task.cancel()
         self._loop.close_link(link)
 
-    def _delay(self, link: Link, message: pb.Submit, grammars: Grammars) -> None:
+    def _delay(self, link: Link, message: pb.Submit, arrival: float, grammars: Grammars) -> None:
         async def start() -> None:
+            events = asyncio.get_running_loop()
             try:
-                grammar = await asyncio.to_thread(grammars.understand, message.grammar)
+                async with asyncio.timeout(message.deadline_ms / 1000 or None):
+                    grammar = await events.run_in_executor(
+                        self._threads, grammars.understand, message.grammar
+                    )
+            except TimeoutError:
+                _end(link, message, FinishReason.DEADLINE, "")
             except InvalidGrammar as error:
                 _end(link, message, FinishReason.ERROR, f"the grammar cannot be used: {error}")
             except Exception:  # else nobody would hear of it until its deadline
                 logger.exception("the grammar of request %d could not be read", message.request_id)
                 _end(link, message, FinishReason.ERROR, "the engine could not read the request's grammar")
             else:
-                self._start(link, message, grammar)
+                self._start(link, message, arrival, grammar)
 
         key = (link, message.request_id)
         task = self._delayed[key] = asyncio.create_task(start(), name="grammar")
         task.add_done_callback(lambda _: self._delayed.pop(key))
 
-    def _start(self, link: Link, message: pb.Submit, grammar: Grammar | None = None) -> None:
+    def _start(self, link: Link, message: pb.Submit, arrival: float, grammar: Grammar | None = None) -> None:
         try:
-            self._loop.submit(parse_submit(message, link, self._model, grammar))
+            self._loop.submit(parse_submit(message, link, self._model, grammar, arrival))
         except InvalidSubmit as error:
             _end(link, message, FinishReason.ERROR, str(error))
         except Exception:  # it would end the link, with all that runs there, and come again with the next

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import grpc
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 FILE_CHUNK_BYTES = 1 << 20
 DRAIN_POLL_SECONDS = 0.02
+NUM_LOOK_UPS = 8
+"""Look-ups in the store at once, each in a thread. They may hang, so nothing else waits for these threads."""
 
 
 class EngineService(pb_grpc.EngineServicer):
@@ -56,6 +59,7 @@ class EngineService(pb_grpc.EngineServicer):
         self._model = model
         self._tokenizer_files = tokenizer_files
         self._on_disk = on_disk
+        self._look_ups = ThreadPoolExecutor(NUM_LOOK_UPS, thread_name_prefix="store-look-up")
         self._links: set[Link] = set()
         self.is_draining = False
 
@@ -99,7 +103,7 @@ class EngineService(pb_grpc.EngineServicer):
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: ServicerContext) -> pb.AdapterState:
         await self._check_digest(request.digest, context)
         try:
-            is_there = await asyncio.to_thread(self._on_disk, request.digest)
+            is_there = await self._is_on_disk(request.digest)
         except OSError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the store cannot be read: {error}")
         if not is_there:
@@ -165,9 +169,12 @@ class EngineService(pb_grpc.EngineServicer):
         if adapter.residency is Residency.NONE:
             # It is nowhere for now where the store is away, and its load says why.
             with contextlib.suppress(OSError):
-                if await asyncio.to_thread(self._on_disk, digest):
+                if await self._is_on_disk(digest):
                     adapter = replace(adapter, residency=Residency.DISK)
         return _to_state(adapter)
+
+    async def _is_on_disk(self, digest: bytes) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._look_ups, self._on_disk, digest)
 
     async def _check_digest(self, digest: bytes, context: ServicerContext) -> None:
         if len(digest) != DIGEST_BYTES:

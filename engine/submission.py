@@ -25,12 +25,19 @@ class InvalidSubmit(ValueError):
 
 
 def parse_submit(
-    message: pb.Submit, link: Hashable, model: pb.ModelInfo, grammar: Grammar | None = None
+    message: pb.Submit,
+    link: Hashable,
+    model: pb.ModelInfo,
+    grammar: Grammar | None = None,
+    arrival: float | None = None,
 ) -> Request:
     """Checks a submission against the model's bounds, and makes the request of it.
 
-    The prompt's blocks are hashed here, so that the loop does not have to. ``grammar`` is what the message's
-    text means.
+    The prompt's blocks are hashed here, so that the loop does not have to.
+
+    Args:
+        grammar: what the message's text means.
+        arrival: when the message came, by the monotonic clock, from when its deadline counts; None: now.
 
     Raises:
         InvalidSubmit: names the field that is out of range, and the range.
@@ -48,7 +55,7 @@ def parse_submit(
     if not message.ignore_eos:
         stop.update(model.eos_token_ids)
     rooted_in = b"" if message.adapter_start else message.adapter_digest
-    now = time.monotonic()
+    arrival = time.monotonic() if arrival is None else arrival
     beams = _beams(message, model, limit, frozenset(stop)) if message.HasField("beams") else None
     request = Request(
         link=link,
@@ -71,8 +78,8 @@ def parse_submit(
         tenant=account_name(message.tenant, background=message.background),
         weight=message.weight or 1.0,
         priority=message.priority,
-        arrival=now,
-        deadline=now + message.deadline_ms / 1000 if message.deadline_ms else None,
+        arrival=arrival,
+        deadline=arrival + message.deadline_ms / 1000 if message.deadline_ms else None,
     )
     if beams is not None:
         _check_blocks(request, model)

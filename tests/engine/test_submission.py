@@ -105,6 +105,8 @@ def test_lengths_end_and_deadline() -> None:
     assert request.max_len == 13, "max_tokens counts from the end of the prompt"
     assert request.stop_token_ids == {9}
     assert request.deadline is not None and 1.0 < request.deadline - time.monotonic() <= 1.5
+    delayed = parse_submit(submit(deadline_ms=1500), "link", MODEL, None, 40.0)
+    assert (delayed.arrival, delayed.deadline) == (40.0, 41.5)
     hashed = parse_submit(
         submit(prompt_tokens=range(20), output_tokens=range(20), max_tokens=30), "link", MODEL
     )
