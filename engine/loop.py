@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
 from engine.outputs import LinkOutput
@@ -84,7 +84,7 @@ class LoopStatus:
 
 
 class EngineLoop:
-    """Runs the steps in a thread of its own.
+    """Runs the steps in a thread of its own. If it cannot go on, what it has been asked is cancelled.
 
     Args:
         overlap: plan and launch each step while the one before runs, and read its tokens one step late.
@@ -107,6 +107,8 @@ class EngineLoop:
         self._gate = gate
         self._news = news
         self._inbox: deque[Callable[[], None]] = deque()
+        self._unanswered: set[Future[Any]] = set()
+        self._has_failed = False
         self._under_way: deque[tuple[StepPlan, PendingResult, float]] = deque()
         self._most_under_way = 1 if overlap else 0
         self._device_free_at = 0.0
@@ -172,7 +174,7 @@ class EngineLoop:
         """
         answer: Future[str] = Future()
         answer.add_done_callback(lambda _: self._news.set())
-        self._post(partial(self._gate.prefetch, digest, answer))
+        self._post_question(partial(self._gate.prefetch, digest, answer), answer)
         return answer
 
     def expect(self, digest: bytes) -> None:
@@ -217,6 +219,9 @@ class EngineLoop:
             try:
                 self._tell(deliver)
             finally:
+                self._has_failed = True
+                for question in list(self._unanswered):
+                    question.cancel()
                 on_fatal()
 
     def _tell(self, deliver: Deliver) -> None:
@@ -301,8 +306,16 @@ class EngineLoop:
             if future.set_running_or_notify_cancel():
                 future.set_result(question())
 
-        self._post(answer)
+        self._post_question(answer, future)
         return future
+
+    def _post_question(self, message: Callable[[], None], answer: Future[Any]) -> None:
+        """Posts what answers a question, or cancels that, also if the loop fails in this moment."""
+        self._unanswered.add(answer)
+        answer.add_done_callback(self._unanswered.discard)
+        self._post(message)
+        if self._has_failed:
+            answer.cancel()
 
     def _post(self, message: Callable[[], None]) -> None:
         self._inbox.append(message)

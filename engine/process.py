@@ -88,15 +88,15 @@ async def serve(core: Core, settings: EngineSettings, *, started: float) -> int:
 async def _drain(
     server: EngineServer, registration: Registration | None, timeout_s: float, end: _End
 ) -> None:
-    """Waits for requests to end, unless told not to wait after all."""
-    draining = asyncio.create_task(server.drain(timeout_s))
-    hurry = asyncio.create_task(end.at_once.wait())
+    """Says so in the lease and waits for requests to end, unless told not to wait after all."""
+    tasks = [asyncio.create_task(server.drain(timeout_s))]
     await asyncio.sleep(0)
     if registration is not None:
-        await registration.renew()
-    await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
-    draining.cancel()
-    hurry.cancel()
+        tasks.append(asyncio.create_task(registration.renew()))
+    gently, at_once = asyncio.create_task(asyncio.wait(tasks)), asyncio.create_task(end.at_once.wait())
+    await asyncio.wait([gently, at_once], return_when=asyncio.FIRST_COMPLETED)
+    for task in (*tasks, gently, at_once):
+        task.cancel()
 
 
 def _register(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from builders import Engine, FakeAdapter, PendingResult, digest_of, expected_output, make_engine, make_request
@@ -162,7 +164,10 @@ def test_a_draw_that_waited_and_fails_ends_its_own_requests(monkeypatch: pytest.
 
 
 def test_steps_that_keep_failing_end_the_loop(running: Running) -> None:
+    asked: list[Future[Any]] = []
+
     def fail(plan: StepPlan) -> None:
+        asked.append(running.loop.status())
         raise RuntimeError("for good")
 
     running.engine.runner.before = fail
@@ -171,6 +176,9 @@ def test_steps_that_keep_failing_end_the_loop(running: Running) -> None:
         running.loop.submit(make_request(request_id=number))
         running.wait_for(lambda number=number: len(running.finished()) == number + 1)
     assert running.fatal.wait(60)
+    asked += [running.loop.status(), running.loop.prefetch(digest_of("a"))]
+    assert [question.cancelled() for question in asked] == [False, False, True, True, True]
+    assert not running.loop._unanswered
 
 
 def test_draining_refuses_what_is_new_and_ends_what_runs(running: Running) -> None:

@@ -201,6 +201,34 @@ def _open_when_read(fifo: Path) -> int:
             time.sleep(0.02)
 
 
+async def test_no_renewal_of_the_lease_keeps_an_engine_that_is_to_end_at_once() -> None:
+    class Endless:
+        """A server that drains, or a registration that renews, for ever."""
+
+        def __init__(self) -> None:
+            self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+        async def drain(self, timeout_s: float = 0) -> None:
+            self.begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended.set()
+
+        renew = drain
+
+    server, registration, end = Endless(), Endless(), process_module._End()
+    end.gently()
+    draining = asyncio.create_task(process_module._drain(server, registration, 1.0, end))  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        await server.begun.wait()
+        await registration.begun.wait()
+        end.with_failure()
+        await draining
+        await server.ended.wait()
+        await registration.ended.wait()
+
+
 def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     with engine(tmp_path / "nowhere", tmp_path) as process:
         assert process.wait() == 1
