@@ -154,7 +154,7 @@ class Generation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):  # which says that nobody reads on
             self._outcome = self._outcome_of(error)
         if self.admission.awaited:
             self._settle()

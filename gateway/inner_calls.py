@@ -120,10 +120,12 @@ class InnerCall:
         responding = asyncio.ensure_future(self._run())
         try:
             return await asyncio.shield(responding)
-        finally:
-            if not responding.done():
-                self.close()
-                await asyncio.wait([responding])
+        except asyncio.CancelledError:
+            self.close()
+            await asyncio.wait([responding])
+            if isinstance(response := responding.result(), EventStream):
+                await response.aclose()  # else only the collector would end it
+            raise
 
     async def _run(self) -> Response:
         request = Request(self._scope, self._receive)

@@ -54,6 +54,10 @@ class EventStream(Response):
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
+    async def aclose(self) -> None:
+        """Ends the events of an answer that will not be sent."""
+        await self._events.aclose()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events. Their generator is closed in any case."""
         failure: ApiError | None = None

@@ -12,7 +12,9 @@ import pytest
 from gateway.accounts.admission import Admission, Room
 from gateway.accounts.entry import LedgerEntry, Outcome
 from gateway.engine_stream import EngineStream
+from gateway.errors import unavailable
 from gateway.generation import Generation
+from gateway.refusals import deadline_passed
 from gateway.tokenizer import ModelTokenizer
 from protos.engine_pb2 import ModelInfo, Sampling, Submit
 from tests.gateway.fake_engine import TOKENIZER_FILES
@@ -41,6 +43,25 @@ def generation(ledger: Mock, metrics: Mock, *, scarce: bool) -> Generation:
     entry = LedgerEntry("req_1", 0, "acme", "key", "tiny", route="chat")
     made.admission = Admission(entry, time.perf_counter(), rooms=[room])
     return made
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (GeneratorExit(), Outcome.DISCONNECTED),
+        (RuntimeError(), Outcome.FAILED),
+        (asyncio.CancelledError(), Outcome.FAILED),
+        (deadline_passed(), Outcome.DEADLINE),
+        (unavailable("No engine has room."), Outcome.REFUSED),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_an_answer_that_is_not_read_on_has_not_failed(error: BaseException, outcome: Outcome) -> None:
+    ledger = Mock()
+    with pytest.raises(type(error)), generation(ledger, Mock(), scarce=True):
+        raise error
+    settlement: Any = ledger.settle.call_args.args[1]
+    assert settlement.outcome is outcome
 
 
 @pytest.mark.parametrize("scarce", [False, True])

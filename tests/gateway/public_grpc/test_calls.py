@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from gateway.tenants import Tenants
 from protos import loraplex_pb2 as pb
+from protos.engine_pb2 import LinkResponse
 from protos.loraplex_pb2_grpc import InferenceStub
 from tests.gateway.fake_engine import MODEL
 from tests.gateway.local_stack import LocalStack, wait_until
@@ -203,6 +204,25 @@ def test_a_deadline_and_a_cancel_end_the_request(
     assert 0 < engine.submits[-1].deadline_ms <= 110_000, "what gRPC makes of 100 s"
     future.cancel()
     wait_until(lambda: not engine.running, "it has ended")
+
+
+def test_a_client_that_leaves_before_its_stream_begins_has_gone(
+    stack: LocalStack, stub: InferenceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, engine = stack.add_tenant("hasty"), stack.engines[0]
+    monkeypatch.setattr(engine, "_admit", lambda submit, choices: LinkResponse())
+    before = len(engine.submits)
+    stream = stub.ChatStream(pb.ChatRequest(model=MODEL, messages=HI), metadata=bearer(key))
+    wait_until(lambda: len(engine.submits) > before, "the engine has it, and has not begun")
+    stream.cancel()
+    with stack.client(key) as client:
+
+        def outcomes() -> list[str]:
+            usage: Any = client.get("/usage/requests", cast_to=object)
+            return [each["outcome"] for each in usage["data"]]
+
+        wait_until(lambda: bool(outcomes()), "it is in the ledger")
+        assert outcomes() == ["disconnected"]
 
 
 def test_an_error_in_the_middle_of_a_stream_is_a_status(
