@@ -19,6 +19,7 @@ from adapters.adapter_files import TOKENIZER_FILES
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.resolve import ResolvedModel
 from gateway.tokenizer import ModelTokenizer, TokenizerFiles, Tokenizers
+from gateway.tokenizer_bounds import Unbounded
 from gateway.tokenizer_effect import EFFECT_FILE, MAX_EFFECT_BYTES, TokenizerEffect, identity_of
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class OwnTokenizers:
     async def of(self, model: ResolvedModel) -> ModelTokenizer:
         """Returns the tokenizer for requests to a model: the base model's, unless the adapter has its own.
 
-        Raises ApiError 503 when the adapter's cannot be read.
+        Raises ApiError 503 when the adapter's cannot be read, 400 when it is one that is no longer taken.
         """
         base, adapter = self._tokenizers.get(model.info.digest), model.adapter
         if adapter is None or not adapter.tokenizer:
@@ -90,6 +91,9 @@ class OwnTokenizers:
         try:
             # Others may wait for the same one when this request is cancelled.
             return await asyncio.shield(loading)
+        except Unbounded as error:  # stays so: the task is kept, and says it again
+            message = f"The adapter's tokenizer {error} Then upload the adapter again."
+            raise invalid_request(message, param="model", code="invalid_adapter") from error
         except (OSError, LookupError, ValueError, TypeError) as error:
             if self._loaded.get(key) is loading:
                 del self._loaded[key]

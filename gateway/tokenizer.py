@@ -21,6 +21,7 @@ from gateway import memory
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenizer import ByteDecoder, TokenDecoder, WindowDecoder
 from gateway.known_words import KnownWords, common_words
+from gateway.tokenizer_bounds import check_bounds
 from gateway.tokenizer_effect import TokenizerEffect, extend
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,11 @@ class ModelTokenizer:
         )
 
     def extended(self, effect: TokenizerEffect) -> ModelTokenizer:
-        """Returns an adapter's own tokenizer, which shares this one's vocabulary. Takes some milliseconds."""
+        """Returns an adapter's own tokenizer, which shares this one's vocabulary. Takes some milliseconds.
+
+        Raises Unbounded for one with which texts would take more than their share of time and memory.
+        """
+        check_bounds(effect, self._tokenizer)
         own = ModelTokenizer(
             extend(self._tokenizer, effect),
             named_tokens=effect.named_tokens,

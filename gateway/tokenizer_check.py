@@ -20,18 +20,15 @@ from adapters.adapter_files import TOKENIZER_FILES
 from adapters.chat_templates import stated_template
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.tokenizer import NAMED_TOKENS
-from gateway.tokenizer_effect import MAX_EFFECT_BYTES, TokenizerEffect, extend
+from gateway.tokenizer_bounds import Unbounded, check_bounds
+from gateway.tokenizer_effect import MAX_EFFECT_BYTES, TokenizerEffect, essence, extend
 
 _MAX_MEMORY_BYTES = 4 << 30
 _MAX_CPU_S = 60
 _MAX_ADDED_TOKENS = 65_536
 _MAX_TOKEN_CHARS = 256
-_MAX_AROUND_BYTES = 16_384
 _MAX_TEMPLATE_CHARS = 262_144
 _CONFIG_FILES = {"tokenizer_config.json", "special_tokens_map.json"}
-_AROUND_TYPES = ("ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing", "Sequence")
-_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
-_PAIR = [_TEXT, {"Sequence": {"id": "B", "type_id": 1}}]
 
 Files = Mapping[str, bytes]
 
@@ -61,8 +58,8 @@ def judge(own: Files, base: Files) -> TokenizerEffect | None:
         _check_numbers(_object(own, "tokenizer.json"), tokenizer)
     if config != _config_of(base):
         _check_named(config, tokenizer)
-    _check_added(effect, base_document)
-    _check_around(effect, base_document)
+    _check_added(effect)
+    _check_bounds(effect, base_tokenizer)
     _check_template(effect)
     _check_extended(effect, base_tokenizer)
     return effect
@@ -84,22 +81,10 @@ def _effect_of(
             tokens[text] = {"id": number, "content": text, **flags, "special": True}
     return TokenizerEffect(
         added_tokens=tuple(sorted(tokens.values(), key=lambda token: token["id"])),
-        post_processor=_essence(document["post_processor"]),
+        post_processor=essence(document["post_processor"]),
         named_tokens=named,
         chat_template=template,
     )
-
-
-def _essence(around: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A post-processor without what has no effect on a single text's tokens; None: nothing is left."""
-    if around is None:
-        return None
-    kinds = around["processors"] if around["type"] == "Sequence" else [around]
-    kinds = [kind for kind in kinds if kind["type"] != "ByteLevel" and kind.get("single") != [_TEXT]]
-    kinds = [{**kind, "pair": _PAIR} if "pair" in kind else kind for kind in kinds]
-    if len(kinds) > 1:
-        return {"type": "Sequence", "processors": kinds}
-    return kinds[0] if kinds else None
 
 
 def _read_tokenizer(files: Files) -> Tokenizer:
@@ -200,40 +185,23 @@ def _check_named(config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
             )
 
 
-def _check_added(effect: TokenizerEffect, base_document: Mapping[str, Any]) -> None:
-    """Raises Unfit for tokens that would make a text take more than linear time, or too many of them."""
+def _check_added(effect: TokenizerEffect) -> None:
+    """Raises Unfit for too many tokens, and for too long ones."""
     if len(effect.added_tokens) > _MAX_ADDED_TOKENS or len(effect.to_bytes()) > MAX_EFFECT_BYTES:
         raise Unfit("tokenizer.json", f"adds more than {_MAX_ADDED_TOKENS:,} tokens, or too long ones.")
-    known = {token["content"]: token for token in base_document["added_tokens"]}
     for token in effect.added_tokens:
-        text = token["content"]
-        if not 0 < len(text) <= _MAX_TOKEN_CHARS:
-            raise Unfit(
-                "tokenizer.json", f"adds a token of {len(text)} characters, not 1 to {_MAX_TOKEN_CHARS}."
-            )
-        for flag in ("lstrip", "single_word"):
-            if token[flag] and not known.get(text, {}).get(flag):
-                raise Unfit(
-                    "tokenizer.json",
-                    f"sets {flag} on the token {text[:80]!a}, with which splitting a text takes time in the "
-                    "square of its length; add the token without it.",
-                )
+        size = len(token["content"])
+        if not 0 < size <= _MAX_TOKEN_CHARS:
+            raise Unfit("tokenizer.json", f"adds a token of {size} characters, not 1 to {_MAX_TOKEN_CHARS}.")
     if any(len(text) > _MAX_TOKEN_CHARS for text in effect.named_tokens.values()):
         raise Unfit("tokenizer_config.json", f"names a token of more than {_MAX_TOKEN_CHARS} characters.")
 
 
-def _check_around(effect: TokenizerEffect, base_document: Mapping[str, Any]) -> None:
-    around = effect.post_processor
-    if around != _essence(base_document["post_processor"]) and not _is_plain(around):
-        raise Unfit("tokenizer.json", "has a post_processor of an unknown kind or size.")
-
-
-def _is_plain(around: Mapping[str, Any] | None) -> bool:
-    if around is None:
-        return True
-    kinds = [around, *around.get("processors", ())]
-    small = len(json.dumps(around)) <= _MAX_AROUND_BYTES
-    return small and all(isinstance(kind, dict) and kind.get("type") in _AROUND_TYPES for kind in kinds)
+def _check_bounds(effect: TokenizerEffect, shared: Tokenizer) -> None:
+    try:
+        check_bounds(effect, shared)
+    except Unbounded as error:
+        raise Unfit("tokenizer.json", str(error)) from None
 
 
 def _check_template(effect: TokenizerEffect) -> None:

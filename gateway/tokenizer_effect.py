@@ -20,6 +20,8 @@ EFFECT_FILE = "tokenizer_effect.json"
 MAX_EFFECT_BYTES = 4 * 1024 * 1024
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+_PAIR = [_TEXT, {"Sequence": {"id": "B", "type_id": 1}}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,18 @@ class TokenizerEffect:
 def identity_of(data: bytes) -> str:
     """The identity of the effect whose bytes these are."""
     return hashlib.sha256(data).hexdigest()
+
+
+def essence(around: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A post-processor without what has no effect on a single text's tokens; None: nothing is left."""
+    if around is None:
+        return None
+    kinds = around["processors"] if around["type"] == "Sequence" else [around]
+    kinds = [kind for kind in kinds if kind["type"] != "ByteLevel" and kind.get("single") != [_TEXT]]
+    kinds = [{**kind, "pair": _PAIR} if "pair" in kind else kind for kind in kinds]
+    if len(kinds) > 1:
+        return {"type": "Sequence", "processors": kinds}
+    return kinds[0] if kinds else None
 
 
 def extend(base: Tokenizer, effect: TokenizerEffect) -> Tokenizer:

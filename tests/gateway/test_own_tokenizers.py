@@ -1,11 +1,12 @@
-"""Adapters' own tokenizers against transformers' AutoTokenizer for the adapter's folder, and hostile ones."""
+"""Adapters' own tokenizers against transformers' AutoTokenizer for the adapter's folder, taken and loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ from gateway.errors import ApiError
 from gateway.own_tokenizers import OwnTokenizers, check_own_tokenizer
 from gateway.resolve import ResolvedModel
 from gateway.tokenizer import ModelTokenizer, Tokenizers
-from gateway.tokenizer_check import Unfit, judge
+from gateway.tokenizer_check import judge
 from gateway.tokenizer_effect import EFFECT_FILE, TokenizerEffect, identity_of
 from protos.engine_pb2 import ModelInfo
 from tests.gateway.fake_engine import TOKENIZER_FILES
+from tests.gateway.own_tokenizer_files import Files, changed, extra_token, token, write
 from tests.model_zoo import smollm2_path
-
-Files = dict[str, bytes]
 
 TEXTS = (
     "Hello, world! It's 2026.",
@@ -78,13 +78,6 @@ async def tokenizers(small: Files, tmp_path: Path) -> OwnTokenizers:
 
     await of_models.load(MODEL, fetch)
     return OwnTokenizers(of_models, lambda digest, name: (tmp_path / "own" / name).read_bytes())
-
-
-def write(files: Mapping[str, bytes], folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
 
 
 def read(folder: Path) -> Files:
@@ -195,100 +188,21 @@ def test_what_an_adapter_lacks_is_the_base_model_s(base: Files) -> None:
     assert both is not None and both.chat_template == "{{ 1 }}"
 
 
-def changed(base: Files, change: Callable[[dict[str, Any]], None]) -> Files:
-    document = json.loads(base["tokenizer.json"])
-    change(document)
-    return {"tokenizer.json": json.dumps(document).encode()}
-
-
-def token(number: int, text: str, **flags: bool) -> dict[str, Any]:
-    defaults = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    return {"id": number, "content": text, **defaults, **flags}
-
-
-def extra_token(**flags: Any) -> Callable[[dict[str, Any]], None]:
-    number, text = flags.pop("id", 462), flags.pop("content", "<x>")
-    return lambda document: document["added_tokens"].append(token(number, text, **flags))
-
-
-HOSTILE: dict[str, tuple[Callable[[Files], Files], str]] = {
-    "no JSON": (lambda base: {"tokenizer.json": b"{"}, "cannot be read"),
-    "no object": (lambda base: {"tokenizer_config.json": b"[]"}, "is not a JSON object"),
-    "nested": (lambda base: {"tokenizer_config.json": b"[" * 100_000}, "is not JSON"),
-    "nested tokenizer": (lambda base: {"tokenizer.json": b'{"model":' * 10_000}, "cannot be read"),
-    "empty": (lambda base: {"tokenizer.json": b"{}"}, "cannot be read"),
-    "another vocabulary": (
-        lambda base: changed(base, lambda d: d["model"]["vocab"].update({"zzzzq": len(d["model"]["vocab"])})),
-        "another model than the base model's",
-    ),
-    "a regular expression that backtracks": (
-        lambda base: changed(
-            base,
-            lambda d: d.update(
-                pre_tokenizer={
-                    "type": "Split",
-                    "pattern": {"Regex": "(a+)+$"},
-                    "behavior": "Isolated",
-                    "invert": False,
-                }
-            ),
-        ),
-        "another pre_tokenizer than the base model's",
-    ),
-    "a normalizer that explodes": (
-        lambda base: changed(
-            base,
-            lambda d: d.update(
-                normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}
-            ),
-        ),
-        "another normalizer than the base model's",
-    ),
-    "lstrip": (lambda base: changed(base, extra_token(lstrip=True)), "sets lstrip on the token '<x>'"),
-    "single_word": (lambda base: changed(base, extra_token(single_word=True)), "sets single_word"),
-    "a long token": (lambda base: changed(base, extra_token(content="x" * 300)), "a token of 300 characters"),
-    "a gap": (lambda base: changed(base, extra_token(id=600)), "number 600, but it comes to be 462"),
-    "too many": (
-        lambda base: changed(
-            base, lambda d: d["added_tokens"].extend(token(462 + i, f"<{i}>") for i in range(70_000))
-        ),
-        "adds more than 65,536 tokens",
-    ),
-    "around": (
-        lambda base: changed(base, lambda d: d.update(post_processor=template_processing(4000))),
-        "post_processor of an unknown kind or size",
-    ),
-    "an unknown name": (
-        lambda base: {"tokenizer_config.json": b'{"eos_token": "<nowhere>"}'},
-        "names the token '<nowhere>'",
-    ),
-    "a wrong number": (
-        lambda base: {"tokenizer_config.json": b'{"added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}'},
-        "names the token '<|im_end|>'",
-    ),
-    "no template": (lambda base: {"chat_template.jinja": b"{% if %}"}, "is no template"),
-    "a nested template": (lambda base: {"chat_template.jinja": b"{{" + b"(" * 50_000}, "nested too deeply"),
-    "a long template": (lambda base: {"chat_template.jinja": b"x" * 300_000}, "more than 262,144 characters"),
-}
-
-
-def template_processing(repeats: int) -> dict[str, Any]:
-    piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
-    sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    special = {"<|im_end|>": {"id": "<|im_end|>", "ids": [257], "tokens": ["<|im_end|>"]}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [*[piece] * repeats, sequence],
-        "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": special,
-    }
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_not_served_exactly_is_refused_by_name(small: Files, kind: str) -> None:
-    make, sentence = HOSTILE[kind]
-    with pytest.raises(Unfit, match=sentence):
-        judge(make(small), small)
+async def test_one_that_was_stored_and_is_no_longer_taken_is_refused(
+    small: Files, tokenizers: OwnTokenizers, tmp_path: Path
+) -> None:
+    effect = judge({"chat_template.jinja": TEMPLATE.encode()}, small)
+    assert effect is not None
+    slow = token(462, "\t", rstrip=True)
+    stored = replace(effect, added_tokens=(*effect.added_tokens, slow)).to_bytes()
+    folder = write({EFFECT_FILE: stored}, tmp_path / "own")
+    for _ in range(2):
+        with pytest.raises(
+            ApiError, match=r"The adapter's tokenizer sets rstrip .*upload the adapter"
+        ) as caught:
+            await tokenizers.of(resolved(identity_of(stored)))
+        assert (caught.value.status, caught.value.code) == (400, "invalid_adapter")
+        (folder / EFFECT_FILE).unlink(missing_ok=True)  # it is read once
 
 
 async def test_what_counts_lies_beside_the_files_and_what_does_not_is_removed(
