@@ -272,8 +272,8 @@ class EngineLoop:
         deadlines = (self._scheduler.next_deadline, self._gate.next_look)
         deadline = min((at for at in deadlines if at is not None), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self._scheduler.num_waiting and not self._scheduler.is_loading:
-            timeout = 0.0  # a preemption has just made room: the next turn admits
+        if self._scheduler.may_start_at_once:
+            timeout = 0.0
         self._news.wait(timeout)
         self._news.clear()
 

@@ -112,6 +112,13 @@ class Scheduler:
         """Whether the end of an adapter's load may give an empty plan work."""
         return self._gate.is_loading
 
+    @property
+    def may_start_at_once(self) -> bool:
+        """Whether the plan after an empty one may have work, though nothing comes in between: no adapter is
+        loaded that all could wait for, or somebody stepped back, who may start in the next plan only.
+        """
+        return bool(self._lives.stepped_back) or (self.num_waiting > 0 and not self.is_loading)
+
     def figures(self) -> dict[str, float]:
         """How fair it is now, and what has happened in the queue since the start, by name."""
         return {

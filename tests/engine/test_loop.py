@@ -101,6 +101,39 @@ def test_a_deadline_passes_in_an_idle_loop(running: Running) -> None:
     released.set()
 
 
+def test_the_loop_does_not_sleep_while_who_gave_way_for_nothing_waits() -> None:
+    """Background work gives its seat to a request that only then turns out to be at fault, while something
+    else is loaded. Without overlap that plan is empty."""
+    news, released = threading.Event(), threading.Event()
+    engine = make_engine(max_num_seqs=1, wake=news.set)
+    digest, read = engine.store.add("a"), engine.store.read
+
+    def slow_read(digest: bytes) -> FakeAdapter:
+        assert digest != digest_of("slow") or released.wait(60)
+        return read(digest)
+
+    engine.tiers._read = slow_read
+    loop = EngineLoop(engine.scheduler, engine.runner, engine.gate, news)
+    answer = loop.prefetch(digest)
+    deadline = time.monotonic() + 60
+    while not answer.done():
+        assert time.monotonic() < deadline, "it is not loaded"
+        loop.step(lambda outputs: None)
+    loop.submit(make_request(5, request_id=1, max_tokens=50, background=True))
+    loop.submit(make_request(5, request_id=2, tenant="another", adapter="slow", background=True))
+    assert loop.step(lambda outputs: None)
+    loop.submit(make_request(5, request_id=3, adapter="a", vocab_size=5000))
+    assert not loop.step(lambda outputs: None)
+    news.clear()  # as by a turn before
+    waiting = threading.Thread(target=loop._wait, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive(), "it waits for the load"
+    assert loop.step(lambda outputs: None) and engine.scheduler.is_loading
+    released.set()
+    engine.close()
+
+
 def test_a_read_that_hangs_is_told_by_an_idle_loop(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """To whoever waits for it, and to whoever asks afterwards."""
     released = threading.Event()
