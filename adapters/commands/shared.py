@@ -23,6 +23,7 @@ from rich.table import Table
 from adapters.client import AdaptersClient, ClientError, Exit
 
 _ANY_WIDTH = 100_000
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
 
 Url = Annotated[str, typer.Option("--url", envvar="LORAPLEX_URL", help="Base URL of the gateway.")]
 ApiKey = Annotated[
@@ -82,6 +83,13 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def printable(text: str) -> str:
+    """Returns a text with U+FFFD for control characters: what others have named or noted could command the
+    terminal of whoever lists it.
+    """
+    return text.translate(_CONTROLS)
+
+
 def table_console() -> Console:
     """A console for tables. Where its output is no terminal, rows have a line each, however long they are."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -96,7 +104,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     table_console().print(table)
 
 

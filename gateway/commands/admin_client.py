@@ -91,10 +91,12 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def show_fields(fields: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Prints names and their values, a line for each value."""
+    from adapters.commands.shared import printable  # here, for the same reason
+
     width = max(len(name) for name, _ in fields) + 2
     for name, lines in fields:
         for shown, line in zip([name, *[""] * len(lines)], lines, strict=False):
-            typer.echo(f"{shown:<{width}}{line}")
+            typer.echo(printable(f"{shown:<{width}}{line}"))
 
 
 def _message_of(answer: httpx.Response) -> str:

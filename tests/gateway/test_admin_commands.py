@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import unicodedata
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ async def test_keys_have_limits_and_are_rotated(plane: ControlPlane) -> None:
         headers = {"Authorization": f"Bearer {each}"}
         assert (await plane.client.get("/v1/adapters", headers=headers)).status_code == 200
     assert (await done(plane, "keys", "list", "acme")).count("requests_per_minute 5") == 2
+
+
+async def test_names_and_notes_cannot_command_the_terminal(plane: ControlPlane) -> None:
+    commands = "é🙂\x1b[31m\x07\x9b2J\x7f\r\n\t[bold]"
+    harmless = "é🙂\ufffd[31m\ufffd\ufffd2J\ufffd\ufffd\ufffd\ufffd[bold]"
+    await done(plane, "tenants", "create", commands, "--id", "acme")
+    await done(plane, "keys", "create", "acme", "--note", commands)
+    for shown in (
+        await done(plane, "tenants", "list"),
+        await done(plane, "tenants", "show", "acme"),
+        await done(plane, "keys", "list", "acme"),
+    ):
+        assert harmless in shown
+        assert not any(unicodedata.category(each) == "Cc" for each in shown.replace("\n", ""))
+    tenant = json.loads(await done(plane, "tenants", "show", "acme", "--json"))
+    assert tenant["name"] == commands
 
 
 NO_SEGMENTS = [
