@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from gateway.reasoning_text import CLOSE, OPEN, ReasoningSplitter
+from gateway.template_words import in_tag
 from gateway.tokenizer import ModelTokenizer
 
 _TAIL_TOKENS = 16  # room for the opening mark and white space, were each character a token
 _SWITCHES = ("enable_thinking", "thinking")
 """The names that templates have for the variable that says whether to think."""
-_USES = r"\{[{%%][^%%}]{0,200}?\b%s\b"  # bounded, since whoever publishes a model writes its template
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def switch_of(template: str | None) -> str | None:
     """Returns the template's variable that turns thinking on and off; None where there is none."""
     if template is None or not thinks(template):
         return None
-    return next((name for name in _SWITCHES if re.search(_USES % name, template)), None)
+    return next((name for name in _SWITCHES if in_tag(template, name)), None)
 
 
 def _mark(text: str, token: int | None) -> str:

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from gateway.template_words import in_tag
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
@@ -39,9 +41,8 @@ HERMES = CallForm("<tool_call>", "arguments", closing="</tool_call>")
 MISTRAL = CallForm("[TOOL_CALLS]", "arguments", listed=True)
 LLAMA = CallForm("<|python_tag|>", "parameters", bare=True, single=True)
 
-# Bounded, since whoever publishes a model writes its template.
-_USES_TOOLS = re.compile(r"\{[%{][^%}]{0,200}?\btools\b")
-_LLAMA_CALL = re.compile(r'"name":.{0,200}?"parameters":', re.DOTALL)
+# Never reads past the next "name": whoever publishes a model writes its template.
+_LLAMA_CALL = re.compile(r'"name":(?:(?!"name":).){0,200}?"parameters":', re.DOTALL)
 _OTHERS = ("<function=", "[ARGS]", "<arg_key>")
 """What marks forms that are not read: they have the markers of those that are."""
 
@@ -51,7 +52,7 @@ def form_of(template: str | None) -> CallForm | None:
     """Returns the form that a chat template teaches the model; None when it shows no tools, or teaches one
     that cannot be read.
     """
-    if template is None or not _USES_TOOLS.search(template) or any(other in template for other in _OTHERS):
+    if template is None or not in_tag(template, "tools") or any(other in template for other in _OTHERS):
         return None
     for form in (MISTRAL, HERMES):
         if form.marker in template:
