@@ -52,6 +52,8 @@ class InnerCall:
     ) -> None:
         """`timeout_s` is how long it may take, as an `X-Request-Timeout` says it."""
         self.request_id = f"req_{secrets.token_hex(12)}"
+        self.headers: Mapping[str, str] = {}
+        """Those of what the route has answered, once it has."""
         self._endpoint = endpoint
         self._caller = caller
         self._body: bytes | None = body
@@ -76,10 +78,7 @@ class InnerCall:
 
     async def answer(self) -> InnerAnswer:
         """Runs a call that is not streamed. Its status is 499 when it was closed first."""
-        response = await self._respond()
-        return InnerAnswer(
-            response.status_code, bytes(response.body), dict(response.headers), self.request_id
-        )
+        return self._whole(await self._respond())
 
     async def events(self) -> AsyncGenerator[InnerAnswer | bytes]:
         """Runs a streamed call: yields the JSON of each event but the last, which says only that it ends.
@@ -88,9 +87,7 @@ class InnerCall:
         """
         response = await self._respond()
         if not isinstance(response, EventStream):
-            yield InnerAnswer(
-                response.status_code, bytes(response.body), dict(response.headers), self.request_id
-            )
+            yield self._whole(response)
             return
         chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -115,17 +112,22 @@ class InnerCall:
             self.close()
             await asyncio.wait([running])
 
+    def _whole(self, response: Response) -> InnerAnswer:
+        return InnerAnswer(response.status_code, bytes(response.body), self.headers, self.request_id)
+
     async def _respond(self) -> Response:
         """The route's response. A caller that is cancelled meanwhile ends the call as a client that goes."""
         responding = asyncio.ensure_future(self._run())
         try:
-            return await asyncio.shield(responding)
+            response = await asyncio.shield(responding)
         except asyncio.CancelledError:
             self.close()
             await asyncio.wait([responding])
             if isinstance(response := responding.result(), EventStream):
                 await response.aclose()  # else only the collector would end it
             raise
+        self.headers = dict(response.headers)
+        return response
 
     async def _run(self) -> Response:
         request = Request(self._scope, self._receive)

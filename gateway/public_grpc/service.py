@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -100,9 +100,9 @@ class InferenceService(InferenceServicer):
         """Returns the JSON of a route's answer. Aborts the call where that is an error."""
         call = await self._call(path, body_of, request, context)
         answer = await call.answer()
-        context.set_trailing_metadata(_metadata(call, answer))
+        context.set_trailing_metadata(_metadata(call))
         if answer.status != 200:
-            await _abort(context, _failure_of(answer), _metadata(call, answer))
+            await _abort(context, _failure_of(answer), _metadata(call))
         return orjson.loads(answer.body)
 
     async def _events(
@@ -114,11 +114,12 @@ class InferenceService(InferenceServicer):
         async with aclosing(call.events()) as events:
             async for event in events:
                 if isinstance(event, InnerAnswer):
-                    await _abort(context, _failure_of(event), _metadata(call, event))
+                    await _abort(context, _failure_of(event), _metadata(call))
                 value = orjson.loads(event)
                 if "error" in value:
                     await _abort(context, failure_in_stream(value), _metadata(call))
                 yield value
+        context.set_trailing_metadata(_metadata(call))  # with what is left of limits
 
     async def _call(
         self, path: str, body_of: Callable[[Asked], dict[str, Any]], request: Asked, context: ServicerContext
@@ -174,10 +175,10 @@ def _failure_of(answer: InnerAnswer) -> Failure:
     return failure_of(answer.status, body, answer.headers)
 
 
-def _metadata(call: InnerCall, answer: InnerAnswer | None = None) -> Metadata:
-    """What goes with an answer beside it."""
-    headers: Sequence[tuple[str, str]] = list(answer.headers.items()) if answer else []
-    shown = [(name.lower(), value) for name, value in headers if name.lower().startswith(_SHOWN)]
+def _metadata(call: InnerCall) -> Metadata:
+    """What goes with an answer beside it: before there is one, only its id."""
+    headers = [(name.lower(), value) for name, value in call.headers.items()]
+    shown = [(name, value) for name, value in headers if name.startswith(_SHOWN)]
     return (("x-request-id", call.request_id), *shown)
 
 

@@ -159,14 +159,37 @@ def test_a_stranger_is_refused_before_the_message_is_read(stack: LocalStack) -> 
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def limit(stack: LocalStack, tenant: str, **limits: int) -> None:
+    async def update() -> None:
+        async with Redis.from_url(stack.redis_url) as redis:
+            await Tenants(redis).update(tenant, {"limits": limits})
+
+    stack.call(update())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_what_is_left_of_limits_goes_with_an_answer(
+    stack: LocalStack, stub: InferenceStub, streams: bool
+) -> None:
+    tenant = f"bounded-{streams}".lower()
+    key = stack.add_tenant(tenant)
+    limit(stack, tenant, requests_per_minute=5)
+    options = pb.GenerationOptions(max_tokens=3, ignore_eos=True)
+    asked = pb.CompleteRequest(model=MODEL, prompts=[pb.Prompt(text="a")], options=options)
+    if streams:
+        call: Any = stub.CompleteStream(asked, metadata=bearer(key))
+        assert len(list(call)) > 1
+    else:
+        _, call = stub.Complete.with_call(asked, metadata=bearer(key))
+    metadata = dict(call.trailing_metadata())
+    assert metadata["x-request-id"].startswith("req_")
+    assert metadata["x-ratelimit-limit-requests"] == "5"
+    assert metadata["x-ratelimit-remaining-requests"] == "4"
+
+
 def test_limits_and_the_ledger_are_those_of_http(stack: LocalStack, stub: InferenceStub) -> None:
     key = stack.add_tenant("limited")
-
-    async def limit() -> None:
-        async with Redis.from_url(stack.redis_url) as redis:
-            await Tenants(redis).update("limited", {"limits": {"requests_per_minute": 2}})
-
-    stack.call(limit())
+    limit(stack, "limited", requests_per_minute=2)
     asked = pb.ChatRequest(model=MODEL, messages=HI, options=pb.GenerationOptions(max_tokens=1))
     _, call = stub.Chat.with_call(asked, metadata=bearer(key))
     assert dict(call.trailing_metadata())["x-ratelimit-limit-requests"] == "2"
