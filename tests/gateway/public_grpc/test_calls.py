@@ -15,6 +15,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from openai import OpenAI
 from redis.asyncio import Redis
 
+from gateway.bodies import MAX_BODY_BYTES
+from gateway.public_grpc.failures import DETAILS_KEY
 from gateway.tenants import Tenants
 from protos import loraplex_pb2 as pb
 from protos.engine_pb2 import LinkResponse
@@ -157,6 +159,16 @@ def test_a_stranger_is_refused_before_the_message_is_read(stack: LocalStack) -> 
         with pytest.raises(grpc.RpcError) as refused:
             ask(b"no message of the service", metadata=bearer("lpx_wrong"))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_message_that_is_too_large_is_no_limit_of_the_tenants(stub: InferenceStub, key: str) -> None:
+    """Both are RESOURCE_EXHAUSTED, which waiting cures for one of them only."""
+    asked = pb.CompleteRequest(model=MODEL, prompts=[pb.Prompt(text="a" * MAX_BODY_BYTES)])
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Complete(asked, metadata=bearer(key))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata: Any = refused.value.trailing_metadata()
+    assert DETAILS_KEY not in dict(metadata)
 
 
 def limit(stack: LocalStack, tenant: str, **limits: int) -> None:
