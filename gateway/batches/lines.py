@@ -17,6 +17,8 @@ MAX_LINES = 50_000
 _MAX_NUMBER = 2 * MAX_LINES
 """Of a line, blank ones included: each has a bit in Redis."""
 MAX_CUSTOM_ID = 512
+_MAX_DEPTH = 254
+"""What orjson writes; it reads 1,023."""
 _MAX_FAULTS = 100
 _PIECE_BYTES = 1024 * 1024
 
@@ -119,7 +121,9 @@ def check_lines(files: FileStore, name: str, size: int, endpoint: str) -> tuple[
                 message = f"The file has more than {MAX_LINES:,} requests: make several batches of it."
                 return count, [*faults, _fault("too_many_tasks", message)]
             try:
-                custom_id = parse_line(number, raw, endpoint).custom_id
+                line = parse_line(number, raw, endpoint)
+                _check_depth(line)
+                custom_id = line.custom_id
                 first = seen.setdefault(custom_id, number)
                 if first != number:
                     message = f"Line {first} has this 'custom_id', too."
@@ -133,6 +137,15 @@ def check_lines(files: FileStore, name: str, size: int, endpoint: str) -> tuple[
     if not count and not faults:
         faults.append(_fault("empty_file", "The file has no requests."))
     return count, faults
+
+
+def _check_depth(line: Line) -> None:
+    """Raises BadLine for a body that could be read, but not written for its route: orjson reads deeper."""
+    try:
+        orjson.dumps(line.body)
+    except orjson.JSONEncodeError:
+        message = f"'body' has lists or objects in one another, more than {_MAX_DEPTH} deep: nest them less."
+        raise BadLine("too_complex", message, "body") from None
 
 
 def _fault(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:

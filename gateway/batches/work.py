@@ -39,6 +39,7 @@ _RETRY_S = 0.5
 
 _EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 _CANCELLED = ("batch_cancelled", "This request was not executed, since the batch was cancelled.")
+_BUG = ("internal_error", "The server had an error while processing this request.")
 _LOST_INPUT = ("file_not_found", "The input file is gone.")
 _LOST_RESULTS = ("results_lost", "Results of this batch are gone from the store.")
 
@@ -173,17 +174,32 @@ class BatchWork:
 
     async def _run_line(self, batch: Batch, line: Line) -> None:
         try:
-            answer = await self._calls.answer(batch, line, self._turn)
-            if answer is not None:
-                result, failed = results.result_of(
-                    line.custom_id, status=answer.status, request_id=answer.request_id, body=answer.body
-                )
+            answered = await self._answer_line(batch, line)
+            if answered is not None:
+                result, failed = answered
                 await self._record(line.number, result, failed=failed)
         except Exception as error:
             self._fault = self._fault or error
             self._turn.stop()
         finally:
             self._slots.release()
+
+    async def _answer_line(self, batch: Batch, line: Line) -> tuple[bytes, bool] | None:
+        """A line's result, and whether it failed; None where its turn ends first. A bug that it meets is its
+        own failure: tried again, it would keep the batch from ending, and others would run anew each time.
+        """
+        try:
+            answer = await self._calls.answer(batch, line, self._turn)
+            if answer is None:
+                return None
+            return results.result_of(
+                line.custom_id, status=answer.status, request_id=answer.request_id, body=answer.body
+            )
+        except (LeaseLost, KeyGone, RedisError, OSError):
+            raise
+        except Exception:
+            logger.exception("line %d of the batch %s failed", line.number, batch.id)
+            return results.unanswered(line.custom_id, *_BUG), True
 
     async def _record(self, line: int, result: bytes, *, failed: bool) -> None:
         """Keeps a result; while Redis is away, until it is back. Has results moved when they are many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from adapters.file_store import FolderFiles
 from gateway.batches import work
 from gateway.batches.batch import Status
 from gateway.batches.files import Files, StoredFile, new_file
+from gateway.batches.lines import Line
 from gateway.batches.store import Batches, Lease
 from gateway.batches.work import BatchWork, Desk
 from gateway.inner_calls import InnerAnswer
@@ -119,6 +121,22 @@ async def test_a_batch_whose_results_are_gone_fails_with_the_others(valkey_url: 
         ended = await losing.work(lease)
         assert (ended["status"], ended["errors"]["data"][0]["code"]) == ("failed", "results_lost")
         assert await losing.content(ended["output_file_id"]) == ["r2"]
+
+
+async def test_a_bug_that_a_line_meets_is_its_own_failure(valkey_url: str, tmp_path: Path) -> None:
+    class Calls:
+        async def answer(self, _: object, line: Line, __: object) -> InnerAnswer:
+            if line.custom_id == "r1":
+                raise TypeError("a bug")
+            return InnerAnswer(200, b"{}", {}, "req_1")
+
+    async with Redis.from_url(valkey_url) as redis:
+        losing = Losing(redis, tmp_path)
+        _, lease = await losing.begin()
+        ended = await asyncio.wait_for(losing.work(lease, Calls()), 60)
+        assert (ended["status"], ended["request_counts"]["failed"]) == ("completed", 1)
+        assert sorted(await losing.content(ended["output_file_id"])) == ["r0", "r2"]
+        assert await losing.content(ended["error_file_id"]) == ["r1"]
 
 
 async def test_what_gathered_in_earlier_turns_moves_to_the_store_as_well(

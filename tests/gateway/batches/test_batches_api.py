@@ -213,6 +213,7 @@ def test_a_bad_line_ends_the_batch_before_it_begins(client: OpenAI) -> None:
         "[]",
         line(""),
         line("e", stream=True),
+        json.dumps(line("f", metadata=None)).replace("null", '{"a":' * 254 + "0" + "}" * 254),
     ]
     ended = wait_for(client, begin(client, lines).id)
     assert ended.status == "failed" and ended.failed_at and ended.output_file_id is None
@@ -226,6 +227,7 @@ def test_a_bad_line_ends_the_batch_before_it_begins(client: OpenAI) -> None:
         (8, "invalid_json_line"),
         (9, "invalid_custom_id"),
         (10, "invalid_body"),
+        (11, "too_complex"),
     ]
     empty = wait_for(client, begin(client, ["", " "]).id)
     assert empty.errors is not None and empty.errors.data is not None
