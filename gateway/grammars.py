@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from gateway.errors import ApiError, invalid_request
-from gateway.schema_care import with_care
+from gateway.schema_care import check_multiples, inline_schemas, with_care
 from gateway.schemas.structure import Structure, StructureFields
 
 _ANY_OBJECT = {"type": "object"}
@@ -84,7 +84,9 @@ def _written(kind: str, value: Any) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case _:
-            return LLMatcher.grammar_from_lark(_as_lark(value))
+            grammar = _as_lark(value)
+            check_multiples(inline_schemas(grammar))
+            return LLMatcher.grammar_from_lark(grammar)
 
 
 def _schema(schema: dict[str, Any] | bool) -> str:

@@ -1,9 +1,15 @@
-"""JSON schemas where llguidance would let something through that does not fit: mended, or refused by name."""
+"""JSON schemas where llguidance would let something through that does not fit, or take all memory: mended, or
+refused by name.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,6 +22,11 @@ _BY_NAME = frozenset(("$defs", "definitions", "patternProperties", "properties")
 _SECONDS = r":[0-5][0-9](\.[0-9]+)?(Z|[+-][0-9:]+)$"
 """How times end. Hardly anything reads a small z, or leap seconds, which llguidance lets come at any time."""
 
+_MOST_MULTIPLE = 10_000
+"""llguidance makes a state for each remainder, all at once, and for each pair of them where two numbers meet:
+those of 10,000 take it a tenth of a second and 13 MiB at worst, those of 100,000,000 all memory there is."""
+_INLINE = re.compile(r"%json[ \t\r\n]*")
+
 
 def with_care(schema: Schema) -> Schema:
     """Returns what llguidance can be given for a schema, which stays as it is.
@@ -24,9 +35,56 @@ def with_care(schema: Schema) -> Schema:
     """
     if not isinstance(schema, dict):
         return schema
+    check_multiples([schema])
     _check_bounds(schema)
     _check_references(schema)
     return _mended(schema)
+
+
+def check_multiples(schemas: Iterable[Any]) -> None:
+    """Raises ValueError for numbers in `multipleOf` that are too much for one grammar with these schemas.
+
+    They meet by `allOf`, `anyOf` and `$ref`, which may lead anywhere, and those that do not meet add up: so
+    all that look like one count. Where they meet, it is by their least common multiple, without the points.
+    """
+    common = 1
+    for number in chain.from_iterable(map(_multiples, schemas)):
+        common = math.lcm(common, _digits(number))
+        if common > _MOST_MULTIPLE:
+            raise ValueError(
+                f"multipleOf ({number}) is not supported: without their points, all of them must have "
+                f"a least common multiple of at most {_MOST_MULTIPLE:,}"
+            )
+
+
+def inline_schemas(grammar: str) -> Iterator[Any]:
+    """Yields the JSON behind each `%json` of a grammar in Lark, wherever one stands: also in a text's or a
+    pattern's midst, so that no reading of what is around it can be fooled. Raises ValueError, RecursionError.
+    """
+    decoder = json.JSONDecoder()
+    for found in _INLINE.finditer(grammar):
+        try:
+            yield decoder.raw_decode(grammar, found.end())[0]
+        except json.JSONDecodeError:
+            continue  # no schema: llguidance says so where one should be
+
+
+def _multiples(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        number = value.get("multipleOf")
+        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+            yield number
+        value = value.values()
+    elif not isinstance(value, list):
+        return
+    for each in value:
+        yield from _multiples(each)
+
+
+def _digits(number: float) -> int:
+    """Returns a number without its point and sign: 15 for -1.5. 1 for zero, which llguidance refuses."""
+    _, digits, exponent = Decimal(str(number)).normalize().as_tuple()
+    return int("".join(map(str, digits))) * 10 ** max(0, int(exponent)) or 1
 
 
 def _mended(schema: dict[str, Any]) -> dict[str, Any]:

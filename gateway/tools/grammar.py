@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.grammars import spaced
+from gateway.schema_care import check_multiples
 from gateway.tokenizer import ModelTokenizer
 from gateway.tools.forms import CallForm
 from gateway.tools.use import Calls, Function, ToolUse
@@ -25,13 +26,14 @@ def call_grammar(
 
     They are held where a call is required, where a function that may be called is strict, where only one call
     may come or arguments must be whole, and where `content`, a schema, says what an answer without calls must
-    fit.
+    fit. Raises ValueError as `with_care`, also for what is only together too much.
     """
     functions = use.callable
     held = content is not None or not use.parallel or use.whole_arguments
     held = held or any(each.strict for each in functions)
     if not functions or not (held or use.calls is Calls.REQUIRED):
         return ""
+    check_multiples([content, *(arguments_schema(each, use) for each in functions)])
     marker = _marker(form.marker, tokenizer) + ("?" if form.bare else "")
     rules = [_calls_rule(use, form, tokenizer), *_call_rules(use, form)]
     if use.calls is Calls.REQUIRED:

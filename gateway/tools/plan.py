@@ -67,11 +67,9 @@ def _grammar(use: ToolUse, form: CallForm, tokenizer: ModelTokenizer, structure:
     content = _content(structure) if structure and use.calls is Calls.ALLOWED else None
     try:
         text = call_grammar(use, form, tokenizer, content)
-    except RecursionError as error:
-        raise unusable("tools", str(error)) from error
-    if not text:
-        return ""
-    grammar, fault = lark_grammar(text)
+        grammar, fault = lark_grammar(text) if text else ("", "")
+    except (ValueError, RecursionError) as error:
+        grammar, fault = "", str(error)
     if not fault:
         return grammar
     for index, function in enumerate(use.functions):

@@ -16,6 +16,8 @@ from tests.gateway.fake_engine import EOS, TOKENIZER_FILES
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
+LARGE = '{"type": "integer", "multipl\\u0065Of": 1000003}'
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
@@ -55,6 +57,7 @@ def fits(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
         ({"guided_choice": ['say "hi"', "ja\\nein", "→"]}, ['say "hi"', "ja\\nein", "→"], ["say", "ja\nein"]),
         ({"guided_grammar": 'start: "a" b\nb: "b"+'}, ["ab", "abb"], ["a"]),
         ({"guided_grammar": 'root ::= "a" [0-9]+'}, ["a1"], ["a"]),
+        ({"guided_grammar": 'start: %json {"type": "integer", "multipleOf": 9973}'}, ["9973"], ["9974"]),
     ],
 )
 async def test_an_answer_fits_or_not(
@@ -81,6 +84,14 @@ async def test_free_text_has_no_grammar(fields: dict[str, Any]) -> None:
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
         ({"guided_grammar": "root ::= ("}, "guided_grammar", ""),
+        ({"guided_grammar": f"start: a\na: %json\n {LARGE}"}, "guided_grammar", "multipleOf (1000003)"),
+        ({"guided_grammar": f'start: "%json " %json {LARGE} "'}, "guided_grammar", "multipleOf (1000003)"),
+        ({"guided_grammar": f'start: /%json [/ %json {LARGE} "]"'}, "guided_grammar", "multipleOf (1000003)"),
+        (
+            {"guided_grammar": 'start: %json {"multipleOf": 97} | %json {"multipleOf": 1009}'},
+            "guided_grammar",
+            "multipleOf (1009)",
+        ),
     ],
 )
 async def test_what_cannot_be_used_is_refused_with_the_reason(

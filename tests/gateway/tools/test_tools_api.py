@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -309,6 +310,34 @@ def test_a_schema_that_cannot_be_held_to_is_refused_where_it_must_be(
     with pytest.raises(openai.BadRequestError, match="not") as refused:
         client.chat.completions.create(**arguments)
     assert refused.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("schemas", "keyword", "param"),
+    [
+        ([{"multipleOf": 10_007}], "multipleOf", "tools[0].function.parameters"),
+        ([{"multipleOf": 97}, {"multipleOf": 1009}], "multipleOf", "tools"),
+        ([{"exclusiveMinimum": 0, "maximum": 0.5}], "exclusiveMinimum", "tools[0].function.parameters"),
+    ],
+)
+def test_schemas_that_are_too_much_alone_or_together_are_refused(
+    client: OpenAI, schemas: Sequence[Any], keyword: str, param: str
+) -> None:
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"f{index}",
+                "parameters": {"type": "object", "properties": {"a": schema}},
+            },
+        }
+        for index, schema in enumerate(schemas)
+    ]
+    arguments: Any = {"model": "hermes", "messages": QUESTION, "tools": tools, "max_tokens": 1}
+    client.chat.completions.create(**arguments)  # held to no schema
+    with pytest.raises(openai.BadRequestError, match=keyword) as refused:
+        client.chat.completions.create(**arguments, tool_choice="required")
+    assert (refused.value.param, refused.value.code) == (param, "invalid_structure")
 
 
 @pytest.mark.parametrize(("depth", "strict"), [(300, "true"), (1000, "true"), (1000, "false")])
