@@ -21,6 +21,8 @@ MAX_STEPS = 2_000_000
 """For one adapter: several times what long expressions take over 80 layers, and seconds of one core."""
 
 _PLAIN = (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN)
+_PLAIN_CHOICES = 64
+"""Items of sets that `re` tries, at all positions of a name, in the time of a step here."""
 
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     op.CATEGORY_DIGIT: str.isdecimal,
@@ -66,6 +68,8 @@ class Pattern:
         # Without repeats and branches `re` has nothing to try twice, and a config may name every module so.
         plain = all(node in _PLAIN for node, _ in self._tree)
         self._plain = re.compile(rf"(?:.*\.)?(?:{text})") if plain else None
+        sets = (len(items) for node, items in self._tree if plain and node is op.IN)
+        self._plain_steps = 1 + sum(sets) // _PLAIN_CHOICES
 
     def matches_whole(self, name: str) -> bool:
         """As ``re.fullmatch(text, name)``. Raises `UnsafePattern` when that would cost too much."""
@@ -74,7 +78,7 @@ class Pattern:
     def matches_suffix(self, name: str) -> bool:
         """As ``(.*[.])?(text)$`` from the start: PEFT's rule for `rank_pattern` and `alpha_pattern`."""
         if self._plain is not None:
-            self._budget.spend(1)
+            self._budget.spend(self._plain_steps)
             return self._plain.fullmatch(name) is not None
         return self._reaches_end(name, frozenset({0} | {i + 1 for i, char in enumerate(name) if char == "."}))
 
@@ -101,7 +105,7 @@ class _Walk:
         return starts
 
     def _node_ends(self, node: Any, argument: Any, starts: frozenset[int]) -> frozenset[int]:
-        self._budget.spend(1 + len(starts))
+        self._budget.spend(1 + len(starts) * _choices(node, argument))
         if node is op.AT:
             return frozenset(start for start in starts if self._holds(argument, start))
         if node is op.BRANCH:
@@ -152,6 +156,13 @@ class _Walk:
         if position is op.AT_NON_BOUNDARY:
             return before == after
         raise UnsafePattern(f"uses {str(position).lower()}, which is not supported")
+
+
+def _choices(node: Any, argument: Any) -> int:
+    """How many things a node may try at one position, one after the other."""
+    if node is op.IN:
+        return len(argument)
+    return len(argument[1]) if node is op.BRANCH else 1
 
 
 def _accepts(node: Any, argument: Any, char: str) -> bool:

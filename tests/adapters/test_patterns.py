@@ -85,6 +85,35 @@ def test_what_hangs_re_ends_soon(text: str) -> None:
     assert time.process_time() - begun < 20
 
 
+WIDE = "".join(chr(0x10000 + 2 * number) for number in range(4000))
+"""For a set of single characters, that `re` finds no shorter form for."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f".*[{WIDE}]", f".*[^{WIDE}]x", f"[{WIDE}]", ".*(?:" + "|" * 4000 + ")", "(?:(?:" + "|" * 4000 + ").)*"],
+    ids=["set", "negated set", "plain set", "branches", "branches in a repeat"],
+)
+def test_what_a_node_tries_one_by_one_is_paid_one_by_one(text: str) -> None:
+    budget = Budget()
+    pattern = Pattern(text, budget)
+    begun = time.process_time()
+    with pytest.raises(UnsafePattern, match="too costly"):
+        while time.process_time() - begun < 10:
+            pattern.matches_suffix(NAMES[0])
+
+
+def test_a_config_may_say_something_of_each_module() -> None:
+    names = [
+        f"model.layers.{layer}.{part}" for layer in range(80) for part in ("mlp.up_proj", "self_attn.q_proj")
+    ]
+    budget = Budget()
+    for text in (*names, UNSLOTH, r"model\.layers\.[0-9a-z_]+\.[a-z_]+\.[a-z]_[a-z_]*proj", r".*[qkvo]_proj"):
+        pattern = Pattern(text, budget)
+        for name in names:
+            pattern.matches_suffix(name)
+
+
 def test_a_count_that_no_name_reaches_costs_nothing() -> None:
     budget = Budget(100)
     assert not Pattern("(?:model){4000000000}", budget).matches_whole(NAMES[0])
