@@ -118,13 +118,10 @@ class BlobStore(Protocol):
     """
 
     scratch: Path
-    """A local folder for uploads under way; for a folder store on the same file system."""
+    """A local folder for uploads under way."""
 
-    def stage(self, files: Path | None = None) -> Staging:
-        """A new private folder for one upload; `files`, a folder under `scratch`, moves and becomes it.
-
-        Raises FileNotFoundError when `files` is gone.
-        """
+    def stage(self) -> Staging:
+        """A new private folder for one upload."""
         ...
 
     def contains(self, digest: bytes) -> bool: ...

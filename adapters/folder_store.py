@@ -63,18 +63,11 @@ class FolderStore:
             for folder in (self._blobs, self._staging, self._trash, self._records, self.scratch):
                 folder.mkdir(exist_ok=True)
 
-    def stage(self, files: Path | None = None) -> FolderStaging:
-        """A new private folder for one upload; `files`, a folder under `scratch`, moves and becomes it.
-
-        Raises FileNotFoundError when `files` is gone.
-        """
+    def stage(self) -> FolderStaging:
+        """A new private folder for one upload."""
         check_present(self._staging)
         folder = self._staging / secrets.token_hex(16)
-        if files is None:
-            folder.mkdir(mode=0o700)
-        else:
-            os.utime(files)  # however long ago they came, `clean` is to leave them
-            files.rename(folder)
+        folder.mkdir(mode=0o700)
         return FolderStaging(self, folder)
 
     def path(self, digest: bytes) -> Path:

@@ -68,17 +68,10 @@ class S3Store:
         for folder in (self.scratch, self._staging):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def stage(self, files: Path | None = None) -> S3Staging:
-        """A new private folder for one upload; `files`, a folder under `scratch`, moves and becomes it.
-
-        Raises FileNotFoundError when `files` is gone.
-        """
+    def stage(self) -> S3Staging:
+        """A new private folder for one upload."""
         folder = self._staging / secrets.token_hex(16)
-        if files is None:
-            folder.mkdir(mode=0o700)
-        else:
-            os.utime(files)  # however long ago they came, `clean` is to leave them
-            files.rename(folder)
+        folder.mkdir(mode=0o700)
         return S3Staging(self, folder)
 
     def contains(self, digest: bytes) -> bool:

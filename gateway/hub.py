@@ -22,7 +22,7 @@ import orjson
 from adapters.adapter_files import check_complete, is_adapter_file, is_weights, size_limit
 from adapters.errors import InvalidAdapter
 from gateway.errors import ApiError, invalid_request
-from gateway.incoming_files import FileWriter, IncomingFile
+from gateway.incoming_files import FileWriter, HashedFile
 
 _MAX_REDIRECTS = 5
 _MAX_LISTING_BYTES = 4 * 1024 * 1024
@@ -142,9 +142,9 @@ class Hub:
         raise _away("The hub leads in circles.")
 
 
-async def _write(answer: httpx.Response, path: Path, limit: int) -> IncomingFile:
+async def _write(answer: httpx.Response, path: Path, limit: int) -> HashedFile:
     """Writes a file as it arrives. Raises ApiError 413 for more than `limit` bytes."""
-    file, writer, arrived = IncomingFile.create(path), FileWriter(), 0
+    file, writer, arrived = HashedFile.create(path), FileWriter(), 0
     try:
         async for piece in answer.aiter_raw():
             arrived += len(piece)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,66 +22,69 @@ _PIECE_BYTES = 256
 Piece = bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """How far a file has come."""
-
-    size: int
-    sha: hashlib._Hash
-    """Of all that it holds."""
-
-
 class IncomingFile:
-    """A file that grows at its end, and the hash of all that it holds."""
+    """A file that grows at its end."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
-        self.size = 0
+        self.size = os.fstat(file.fileno()).st_size
         self._file = file
+
+    @classmethod
+    def resume(cls, path: Path) -> IncomingFile:
+        """A file that may be there in part. Blocks on the disk."""
+        return cls(path, path.open("ab", buffering=0))
+
+    def write(self, pieces: list[Piece]) -> None:
+        """Appends all pieces, or raises OSError: then `size` tells how much it has. Blocks on the disk."""
+        left = memoryview(b"".join(pieces))
+        while left:
+            count = self._file.write(left)
+            self._note(left[:count])
+            left = left[count:]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _note(self, written: memoryview) -> None:
+        self.size += len(written)
+
+
+class HashedFile(IncomingFile):
+    """A new file, and the hash of all that it holds."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        super().__init__(path, file)
         self._sha = hashlib.sha256()
 
     @classmethod
-    def create(cls, path: Path) -> IncomingFile:
-        """A new file. Raises FileExistsError."""
+    def create(cls, path: Path) -> HashedFile:
+        """An empty one. Raises FileExistsError."""
         return cls(path, path.open("xb", buffering=0))
-
-    @classmethod
-    def resume(cls, path: Path, known: FileState | None = None) -> IncomingFile:
-        """A file that may be there in part; what is there is read and hashed, unless it is what is `known`.
-        Blocks on the disk.
-        """
-        incoming = cls(path, path.open("a+b", buffering=0))
-        if known is not None and known.size == path.stat().st_size:
-            incoming.size, incoming._sha = known.size, known.sha.copy()
-            return incoming
-        incoming._file.seek(0)
-        while piece := incoming._file.read(_READ_BYTES):
-            incoming._sha.update(piece)
-            incoming.size += len(piece)
-        return incoming
-
-    @property
-    def state(self) -> FileState:
-        """How far it is, to `resume` from."""
-        return FileState(self.size, self._sha.copy())
 
     @property
     def sha256(self) -> str:
         """The hash in hex, of what has been written."""
         return self._sha.hexdigest()
 
-    def write(self, pieces: list[Piece]) -> None:
-        """Appends all pieces, or raises OSError. Blocks on the disk."""
-        data = b"".join(pieces)
-        self._sha.update(data)
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
-        self.size += len(data)
+    def _note(self, written: memoryview) -> None:
+        super()._note(written)
+        self._sha.update(written)
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+
+def copy_hashed(source: Path, target: Path, nbytes: int) -> str:
+    """Copies the first `nbytes` of a file to a new one. Returns SHA-256 in hex of the copy, which whoever has
+    the source open cannot change. Blocks on the disk.
+    """
+    copy = HashedFile.create(target)
+    try:
+        with source.open("rb", buffering=0) as file:
+            while piece := file.read(min(_READ_BYTES, nbytes - copy.size)):
+                copy.write([piece])
+    finally:
+        copy.close()
+    return copy.sha256
 
 
 class FileWriter:

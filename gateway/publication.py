@@ -27,7 +27,6 @@ from gateway.own_tokenizers import check_own_tokenizer
 from gateway.resolve import base_not_allowed, may_use
 from gateway.services import Services
 from gateway.upload_sessions import ExpectedFile, UploadOptions
-from gateway.upload_transfers import upload_not_found
 from protos.engine_pb2 import ModelInfo
 
 
@@ -137,19 +136,13 @@ async def publish_known(
 
 
 @asynccontextmanager
-async def staged(store: BlobStore, files: Path | None = None) -> AsyncIterator[Staging]:
+async def staged(store: BlobStore) -> AsyncIterator[Staging]:
     """A staging folder, made and removed off the event loop: to unlink gigabytes takes a while.
 
-    `files`, a folder under the store's scratch, becomes it. Raises ApiError 503 when the store fails
-    meanwhile, 404 when `files` is gone.
+    Raises ApiError 503 when the store fails meanwhile.
     """
     async with store_faults():
-        try:
-            staging = await asyncio.to_thread(store.stage, files)
-        except FileNotFoundError:
-            if files is None:
-                raise
-            raise upload_not_found() from None
+        staging = await asyncio.to_thread(store.stage)
         try:
             yield staging
         finally:

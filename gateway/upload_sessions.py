@@ -79,13 +79,6 @@ class UploadSession:
         except FileNotFoundError:
             return 0
 
-    def take_back(self, folder: Path) -> None:
-        """Makes `folder`, into which the files had moved, the session's again."""
-        for file in folder.iterdir():
-            if self.file(file.name) is None:  # made while they were checked
-                file.unlink()
-        folder.rename(self.folder)
-
     def touch(self) -> None:
         """Notes that the client is there. The session may be gone."""
         with suppress(FileNotFoundError):

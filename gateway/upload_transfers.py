@@ -1,10 +1,15 @@
-"""Appends to the files of upload sessions, one connection to a file at a time."""
+"""Appends to the files of upload sessions: of the connections to one gateway, one to a file at a time.
+
+Several gateways may append to a file at once, each by the descriptor that it holds, however long ago the
+client went. So what becomes a version is a copy, and its hash is the copy's. Locks would spare the copy where
+all file systems that a store may lie on shared them between machines, and not all do.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,14 +17,13 @@ import anyio.to_thread
 from starlette.requests import ClientDisconnect
 
 from gateway.errors import ApiError, invalid_request
-from gateway.incoming_files import FileState, FileWriter, IncomingFile
+from gateway.incoming_files import FileWriter, IncomingFile, copy_hashed
 from gateway.upload_sessions import ExpectedFile, UploadSession
 
 OFFSET_HEADER = "Upload-Offset"
 
 _IDLE_S = 60.0
 _TOUCH_EVERY_S = 30.0
-_MAX_STATES = 256
 
 
 @dataclass(slots=True)
@@ -44,11 +48,11 @@ class _Transfer:
 
 
 class UploadTransfers:
-    """The transfers that run on this gateway, and how far others have come."""
+    """The transfers that run on this gateway, and which uploads it is completing."""
 
     def __init__(self) -> None:
         self._running: dict[Path, _Transfer] = {}
-        self._states: OrderedDict[Path, FileState] = OrderedDict()
+        self._completing: set[Path] = set()
 
     async def append(
         self, session: UploadSession, file: ExpectedFile, offset: int, chunks: AsyncIterator[bytes]
@@ -79,18 +83,31 @@ class UploadTransfers:
             del self._running[path]
             transfer.ended.set()
 
-    async def sha256(self, session: UploadSession, name: str) -> str:
-        """The hash in hex of what has arrived of a file; reads it only if it came to another gateway."""
-        path = session.folder / name
-        incoming = await anyio.to_thread.run_sync(IncomingFile.resume, path, self._states.get(path))
-        incoming.close()
-        self._keep(incoming)
-        return incoming.sha256
+    @contextmanager
+    def completing(self, session: UploadSession) -> Iterator[None]:
+        """Holds an upload for the block, which completes it. Raises ApiError 409 while another does."""
+        if session.folder in self._completing:
+            raise ApiError(
+                409,
+                "This upload is being completed by another request. Wait for its answer.",
+                type="invalid_request_error",
+                code="upload_completing",
+            )
+        self._completing.add(session.folder)
+        try:
+            yield
+        finally:
+            self._completing.remove(session.folder)
 
-    def forget(self, session: UploadSession) -> None:
-        """Drops what is kept of a session that has ended."""
-        for file in session.files:
-            self._states.pop(session.folder / file.name, None)
+    async def copy(self, session: UploadSession, file: ExpectedFile, folder: Path) -> str:
+        """Copies a file that has all arrived into `folder`. Returns the copy's hash in hex. Raises ApiError
+        404 when the session has ended meanwhile, OSError.
+        """
+        source, target = session.folder / file.name, folder / file.name
+        try:
+            return await anyio.to_thread.run_sync(copy_hashed, source, target, file.bytes)
+        except FileNotFoundError:
+            raise upload_not_found() from None
 
     async def _append(
         self,
@@ -127,19 +144,12 @@ class UploadTransfers:
                 await writer.finish()
             finally:
                 incoming.close()
-                self._keep(incoming)
 
     async def _open(self, path: Path) -> IncomingFile:
         try:
-            return await anyio.to_thread.run_sync(IncomingFile.resume, path, self._states.get(path))
+            return await anyio.to_thread.run_sync(IncomingFile.resume, path)
         except FileNotFoundError:
             raise upload_not_found() from None
-
-    def _keep(self, incoming: IncomingFile) -> None:
-        self._states[incoming.path] = incoming.state
-        self._states.move_to_end(incoming.path)
-        if len(self._states) > _MAX_STATES:
-            self._states.popitem(last=False)
 
 
 def offset_mismatch(name: str, offset: int) -> ApiError:

@@ -25,7 +25,7 @@ from adapters.adapter_files import (
 )
 from adapters.errors import InvalidAdapter
 from gateway.errors import ApiError, invalid_request
-from gateway.incoming_files import FileWriter, IncomingFile
+from gateway.incoming_files import FileWriter, HashedFile
 
 MAX_PAUSE_S = 60.0
 """How long an upload may send nothing."""
@@ -104,9 +104,9 @@ class _Receiver:
         self._headers: dict[bytes, bytes] = {}
         self._field: str | None = None
         self._value = b""
-        self._file: IncomingFile | None = None
+        self._file: HashedFile | None = None
         self._file_left = 0
-        self._files: dict[str, IncomingFile] = {}
+        self._files: dict[str, HashedFile] = {}
         self._parser = MultipartParser(
             boundary,
             {
@@ -190,7 +190,7 @@ class _Receiver:
             raise _bad_form(message, param="files")
         if file_name in self._files:
             raise _bad_form(f"The form has the file '{file_name}' twice.", param="files")
-        self._file = self._files[file_name] = IncomingFile.create(self._folder / file_name)
+        self._file = self._files[file_name] = HashedFile.create(self._folder / file_name)
         self._file_left = size_limit(file_name, self._max_bytes)
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
-from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect
 
 from adapters.adapter_files import check_complete, is_adapter_file, is_weights, size_limit
+from adapters.blob_store import Staging
 from adapters.errors import InvalidAdapter
 from gateway.adapter_objects import version_object
 from gateway.api.audited import audited_router
@@ -146,28 +146,27 @@ async def append_to_upload(
 async def complete_upload(
     upload_id: str, request: Request, caller: Principal = Depends(require("adapters"))
 ) -> dict[str, Any]:
-    """Makes an upload whose files are all there a new version of its name. Then it has ended, unless the
-    store or Redis was away: then it may be completed later.
+    """Makes an upload whose files are all there a new version of its name. Then it has ended. It has as well
+    when its files are no adapter; after any other fault it may be completed later.
     """
     services: Services = request.app.state.services
     info = model_for_uploads(services, caller)
     session = await _session(request, caller, upload_id)
-    with services.upload_slots.taken(caller.tenant_id):
-        async with store_faults():
-            await _check_arrived(services, session)
-        async with staged(services.store, session.folder) as staging:
-            staging.hashes.update(session.hashes)
+    with (
+        services.upload_slots.taken(caller.tenant_id),
+        services.upload_transfers.completing(session),
+    ):
+        async with staged(services.store) as staging:
+            await _copy_arrived(services, session, staging)
             try:
                 version = await publish_folder(
                     services, staging, info, caller=caller, options=session.options
                 )
-            except (OSError, RedisError):
-                await asyncio.to_thread(session.take_back, staging.path)
+            except ApiError as error:
+                if error.status < 500:
+                    await _end(services, caller, session)
                 raise
-            except ApiError:
-                await _end(services, caller, session)
-                raise
-        await _end(services, caller, session)
+            await _end(services, caller, session)
     return version_object(version)
 
 
@@ -236,7 +235,7 @@ async def _session(request: Request, caller: Principal, upload_id: str) -> Uploa
     return session
 
 
-async def _check_arrived(services: Services, session: UploadSession) -> None:
+async def _copy_arrived(services: Services, session: UploadSession, staging: Staging) -> None:
     """Raises ApiError 409 unless every file is there and is what was announced; a wrong one begins anew."""
     for file in session.files:
         offset = await asyncio.to_thread(session.offset, file.name)
@@ -245,15 +244,16 @@ async def _check_arrived(services: Services, session: UploadSession) -> None:
                 "upload_incomplete",
                 f"Of the file '{file.name}', {offset} of {file.bytes} bytes have arrived.",
             )
-        if await services.upload_transfers.sha256(session, file.name) != file.sha256:
+    for file in session.files:
+        if await services.upload_transfers.copy(session, file, staging.path) != file.sha256:
             await asyncio.to_thread((session.folder / file.name).unlink, missing_ok=True)
             raise _conflict(
                 "hash_mismatch", f"The file '{file.name}' is not the one that was announced: send it again."
             )
+    staging.hashes.update(session.hashes)
 
 
 async def _end(services: Services, caller: Principal, session: UploadSession) -> None:
-    services.upload_transfers.forget(session)
     await asyncio.to_thread(services.upload_sessions.remove, caller.tenant_id, session)
 
 

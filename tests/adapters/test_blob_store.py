@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,20 +108,6 @@ def test_a_staging_can_be_published_again_after_its_blob_is_gone(store: BlobStor
         trashed = store.withdraw(DIGEST)
         assert trashed is not None
         trashed.purge()
-        assert staging.publish(DIGEST, {})
-    assert read_file(store, DIGEST, "adapter_config.json") == b"{}"
-
-
-def test_a_folder_of_the_scratch_becomes_a_staging_once(store: BlobStore) -> None:
-    folder = store.scratch / "session"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_bytes(b"{}")
-    for old in (folder / "adapter_config.json", folder):
-        os.utime(old, (0, 0))
-    with store.stage(folder) as staging:
-        assert not folder.exists() and store.clean(older_than_s=3600) == 0
-        with pytest.raises(FileNotFoundError):
-            store.stage(folder)
         assert staging.publish(DIGEST, {})
     assert read_file(store, DIGEST, "adapter_config.json") == b"{}"
 
