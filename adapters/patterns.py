@@ -20,9 +20,7 @@ MAX_PATTERN_CHARS = 4096
 MAX_STEPS = 2_000_000
 """For one adapter: several times what long expressions take over 80 layers, and seconds of one core."""
 
-_PLAIN = (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN)
-_PLAIN_CHOICES = 64
-"""Items of sets that `re` tries, at all positions of a name, in the time of a step here."""
+_PLAIN = (op.LITERAL, op.NOT_LITERAL, op.ANY)
 
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     op.CATEGORY_DIGIT: str.isdecimal,
@@ -66,10 +64,9 @@ class Pattern:
             raise UnsafePattern("sets inline flags, which are not supported")
         self._budget = budget
         # Without repeats and branches `re` has nothing to try twice, and a config may name every module so.
+        # Sets are left out, which `re` takes long to compile.
         plain = all(node in _PLAIN for node, _ in self._tree)
         self._plain = re.compile(rf"(?:.*\.)?(?:{text})") if plain else None
-        sets = (len(items) for node, items in self._tree if plain and node is op.IN)
-        self._plain_steps = 1 + sum(sets) // _PLAIN_CHOICES
 
     def matches_whole(self, name: str) -> bool:
         """As ``re.fullmatch(text, name)``. Raises `UnsafePattern` when that would cost too much."""
@@ -78,7 +75,7 @@ class Pattern:
     def matches_suffix(self, name: str) -> bool:
         """As ``(.*[.])?(text)$`` from the start: PEFT's rule for `rank_pattern` and `alpha_pattern`."""
         if self._plain is not None:
-            self._budget.spend(self._plain_steps)
+            self._budget.spend(1)
             return self._plain.fullmatch(name) is not None
         return self._reaches_end(name, frozenset({0} | {i + 1 for i, char in enumerate(name) if char == "."}))
 

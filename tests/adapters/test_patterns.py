@@ -86,7 +86,7 @@ def test_what_hangs_re_ends_soon(text: str) -> None:
 
 
 WIDE = "".join(chr(0x10000 + 2 * number) for number in range(4000))
-"""For a set of single characters, that `re` finds no shorter form for."""
+"""Characters for a set, no two of them neighbours."""
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,26 @@ def test_what_a_node_tries_one_by_one_is_paid_one_by_one(text: str) -> None:
             pattern.matches_suffix(NAMES[0])
 
 
+def test_expressions_of_many_sets_are_read_at_once() -> None:
+    sets = "[\u0400\u4e04\u9e0a]" * 800
+    begun = time.process_time()
+    for number in range(100):
+        Pattern(f"{number}{sets}", Budget())
+    assert time.process_time() - begun < 2
+
+
 def test_a_config_may_say_something_of_each_module() -> None:
     names = [
         f"model.layers.{layer}.{part}" for layer in range(80) for part in ("mlp.up_proj", "self_attn.q_proj")
     ]
     budget = Budget()
-    for text in (*names, UNSLOTH, r"model\.layers\.[0-9a-z_]+\.[a-z_]+\.[a-z]_[a-z_]*proj", r".*[qkvo]_proj"):
+    for text in (
+        *names,
+        UNSLOTH,
+        r"model\.layers\.[0-9a-z_]+\.[a-z_]+\.[a-z]_[a-z_]*proj",
+        r".*[qkvo]_proj",
+        r"layers\.[0-9]\.mlp\.up_proj",
+    ):
         pattern = Pattern(text, budget)
         for name in names:
             pattern.matches_suffix(name)
