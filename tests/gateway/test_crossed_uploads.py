@@ -150,3 +150,17 @@ async def test_of_two_calls_that_complete_an_upload_one_makes_a_version(
         go_on.set()
         assert (await first).json()["id"] == "sql@1"
         assert (await complete(plane, acme, upload)).status_code == 404
+
+
+async def test_what_the_store_has_lost_is_sent_again_and_served(valkey_url: str, tmp_path: Path) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme")
+        files = adapter_files(seed=1)
+        made = await complete(plane, acme, await sent(plane, acme, files))
+        [digest] = plane.blobs()
+        shutil.rmtree(plane.store / "sha256" / digest[:2] / digest)
+        assert (await begin(plane, acme, files)).json()["status"] == "open"
+        again = await complete(plane, acme, await sent(plane, acme, files))
+        assert (again.status_code, again.json()["digest"]) == (201, made.json()["digest"])
+        assert plane.blobs() == [digest]
+        assert (await begin(plane, acme, files)).json()["status"] == "complete"
