@@ -12,7 +12,7 @@ import asyncio
 from itertools import islice
 
 from adapters import lifecycle
-from adapters.blob_store import BlobStore
+from adapters.blob_store import BlobStore, Trashed
 from adapters.registry import Registry
 from adapters.registry.records import digests_of
 
@@ -31,7 +31,8 @@ async def collect(registry: Registry, store: BlobStore, *, grace_s: int) -> int:
             continue
         trashed = await asyncio.to_thread(store.withdraw, digest)
         if trashed is not None:
-            await asyncio.to_thread(trashed.purge)
+            if not await _empty(registry, trashed):
+                continue  # noted as before, in case an upload needs it that ends without a version
             collected += 1
         await registry.references.absolve(digest)
     return collected
@@ -55,11 +56,20 @@ async def tidy(registry: Registry, store: BlobStore, *, abandoned_after_s: int, 
     """
     await asyncio.to_thread(store.clean, abandoned_after_s)
     for trashed in await asyncio.to_thread(store.trashed):
-        if await registry.references.is_referenced(trashed.digest):
-            await asyncio.to_thread(trashed.restore)
-        await asyncio.to_thread(trashed.purge)
+        await _empty(registry, trashed)
     await collect(registry, store, grace_s=grace_s)
     await lifecycle.write_records(registry, store)
+
+
+async def _empty(registry: Registry, trashed: Trashed) -> bool:
+    """Purges what is in the trash. False: somebody needs it, and it is back; whoever withdrew it was stopped
+    for longer than its condemnation holds, or died.
+    """
+    is_needed = await registry.references.is_needed(trashed.digest)
+    if is_needed:
+        await asyncio.to_thread(trashed.restore)
+    await asyncio.to_thread(trashed.purge)
+    return not is_needed
 
 
 def _recorded(store: BlobStore) -> set[bytes]:

@@ -6,7 +6,8 @@ An upload and a collector exclude each other by digest, whatever the store can d
     collector   condemn ──▶ blob out of the store ──▶ absolve
 
 `reserve` waits while a digest is condemned, and `condemn` refuses while it is reserved or referred to.
-A reservation and a condemnation end by themselves when whoever made them is gone.
+A reservation and a condemnation end by themselves when whoever made them is gone. A collector that was only
+stopped meanwhile, and goes on, finds with `is_needed` what it has to put back.
 """
 
 from __future__ import annotations
@@ -37,23 +38,36 @@ end
 return 1
 """
 
+# Whether a version of any tenant has a digest, or an upload relies on its blob.
+_NEEDED = """
+local function is_needed(digest)
+    if redis.call('HEXISTS', at('references'), digest) == 1 then return true end
+    for _, until_when in ipairs(redis.call('HVALS', at('reserved', digest))) do
+        if tonumber(until_when) > now() then return true end
+    end
+    return false
+end
+"""
+
 _RELEASE = "return redis.call('HDEL', at('reserved', ARGV[1]), ARGV[2])"
 
 _UNREFERENCED = "return redis.call('ZRANGEBYSCORE', at('unreferenced'), '-inf', now() - tonumber(ARGV[1]))"
 
-_CONDEMN = """
+_IS_NEEDED = _NEEDED + "return is_needed(ARGV[1]) and 1 or 0"
+
+_CONDEMN = (
+    _NEEDED
+    + """
 local digest, grace, seconds = unpack(ARGV)
-if redis.call('HEXISTS', at('references'), digest) == 1 then return 0 end
+if is_needed(digest) then return 0 end
 local since = redis.call('ZSCORE', at('unreferenced'), digest)
 if not since or tonumber(since) > now() - tonumber(grace) then return 0 end
-for _, until_when in ipairs(redis.call('HVALS', at('reserved', digest))) do
-    if tonumber(until_when) > now() then return 0 end
-end
 local condemned = redis.call('HGET', at('condemned'), digest)
 if condemned and tonumber(condemned) > now() then return 0 end
 redis.call('HSET', at('condemned'), digest, now() + tonumber(seconds))
 return 1
 """
+)
 
 _ABSOLVE = """
 redis.call('HDEL', at('condemned'), ARGV[1])
@@ -77,13 +91,10 @@ class References:
         self._reserve = Script(redis, _RESERVE)
         self._release = Script(redis, _RELEASE)
         self._unreferenced = Script(redis, _UNREFERENCED)
+        self._is_needed = Script(redis, _IS_NEEDED)
         self._condemn = Script(redis, _CONDEMN)
         self._absolve = Script(redis, _ABSOLVE)
         self._note = Script(redis, _NOTE)
-
-    async def is_referenced(self, digest: bytes) -> bool:
-        """Whether any version of any tenant has this digest."""
-        return bool(await self._redis.hexists(REFERENCES, digest.hex()))
 
     @asynccontextmanager
     async def reserved(self, digest: bytes) -> AsyncIterator[None]:
@@ -103,8 +114,16 @@ class References:
         """The digests that nobody has referred to for `grace_s` seconds: candidates for `condemn`."""
         return [bytes.fromhex(text(digest)) for digest in await self._unreferenced(grace_s)]
 
+    async def is_needed(self, digest: bytes) -> bool:
+        """Whether any version of any tenant has this digest, or an upload relies on its blob now."""
+        return bool(await self._is_needed(digest.hex()))
+
     async def condemn(self, digest: bytes, grace_s: int) -> bool:
-        """Whether the caller, and nobody else, may delete the blob now. It calls `absolve` when it has."""
+        """Whether the caller, and nobody else, may delete the blob now. It calls `absolve` when it has.
+
+        A caller that was stopped for long may do so later than that holds: what it has taken out of the store
+        it asks `is_needed` about. Whoever comes after that brings a blob of its own.
+        """
         return bool(await self._condemn(digest.hex(), grace_s, _CONDEMNED_S))
 
     async def absolve(self, digest: bytes) -> None:

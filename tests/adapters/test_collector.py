@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from adapters import lifecycle
 from adapters.blob_store import BlobStore, open_store
 from adapters.collector import collect, note_orphans, tidy
 from adapters.registry import AdapterNotFound, AdapterVersion, Registry
+from adapters.registry.scripts import key
 from adapters.validation import AdapterSummary
 from tests.s3_server import BUCKET
 
@@ -92,6 +94,32 @@ async def test_an_upload_waits_for_the_collector_of_its_blob(registry: Registry,
     await registry.references.absolve(version.digest)
     await uploading
     assert store.contains(version.digest)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+async def test_a_collector_that_was_stopped_for_long_takes_nothing_that_is_needed_now(
+    registry: Registry, store: BlobStore, monkeypatch: pytest.MonkeyPatch, is_registered: bool
+) -> None:
+    version = await upload(registry, store, "old")
+    await delete(registry, store, "old")
+    withdraw, stopped, go_on = store.withdraw, threading.Event(), threading.Event()
+
+    def late(digest: bytes) -> object:
+        stopped.set()
+        assert go_on.wait(60)
+        return withdraw(digest)
+
+    monkeypatch.setattr(store, "withdraw", late)
+    collecting = asyncio.create_task(collect(registry, store, grace_s=0))
+    assert await asyncio.to_thread(stopped.wait, 60)
+    await registry.references._redis.hset(key("condemned"), version.digest.hex(), 1)  # as ten minutes would
+    async with registry.references.reserved(version.digest):
+        if is_registered:
+            await upload(registry, store, "new")
+        go_on.set()
+        assert await collecting == 0
+        assert store.contains(version.digest) and store.trashed() == []
+    assert await collect(registry, store, grace_s=0) == (0 if is_registered else 1)
 
 
 class _Killed(Exception):

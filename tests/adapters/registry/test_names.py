@@ -79,7 +79,7 @@ async def test_what_is_not_there(registry: Registry) -> None:
     ):
         with pytest.raises(AdapterNotFound, match=r"There is no adapter 'sql(@1)?'\."):
             await call
-    assert not await registry.references.is_referenced(ONE.digest)
+    assert not await registry.references.is_needed(ONE.digest)
 
 
 async def test_two_tenants_of_one_name(registry: Registry) -> None:
@@ -145,8 +145,8 @@ async def test_delete_returns_what_nobody_refers_to(registry: Registry) -> None:
     await registry.add_version("acme", "other", TWO)
     await registry.add_version("globex", "x", THREE)
     assert await registry.delete("acme", "sql") == [ONE.digest]
-    assert not await registry.references.is_referenced(ONE.digest)
-    assert await registry.references.is_referenced(TWO.digest)
+    assert not await registry.references.is_needed(ONE.digest)
+    assert await registry.references.is_needed(TWO.digest)
     assert await registry.delete("acme", "other") == [TWO.digest]
 
 

@@ -87,7 +87,7 @@ async def test_a_later_record_replaces_what_is_there(registry: Registry, redis: 
     await redis.flushall()
     await registry.add_version("acme", "sql", THREE)
     assert await registry.records.restore(later)
-    assert not await registry.references.is_referenced(THREE.digest)
+    assert not await registry.references.is_needed(THREE.digest)
     assert await registry.references.unreferenced(0) == [THREE.digest]
     live = await meaning(registry, "acme", "sql")
     assert live is not None and (live.version, live.digest) == (2, TWO.digest)
