@@ -18,10 +18,14 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MOST_KEPT = 256
+_MOST_KEPT = 64
+"""A grammar keeps what answers needed of it: some MiB, and for long texts that must come some hundred."""
 _MOST_ITEMS, _MOST_ITEMS_IN_ROW = 5_000, 500
 """Parser items of one token, and of one byte. An ambiguous grammar would hold up everybody's step for a
 second: with these it fails before a token takes ten milliseconds, and a JSON schema needs far fewer."""
+_MOST_LEXER_FUEL = 100_000
+"""Four for each byte of a text that must come, all of which is copied at each byte: 25,000 bytes of it take
+some milliseconds a token, 200,000 thirty. Schemas with 90 KB of names and values need less than half."""
 _WORD_BITS = 32
 
 
@@ -118,7 +122,11 @@ class Grammars:
     def _compile(self, text: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(step_max_items=_MOST_ITEMS, max_items_in_row=_MOST_ITEMS_IN_ROW)
+        limits = LLParserLimits(
+            step_max_items=_MOST_ITEMS,
+            max_items_in_row=_MOST_ITEMS_IN_ROW,
+            initial_lexer_fuel=_MOST_LEXER_FUEL,
+        )
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidGrammar(matcher.get_error())

@@ -16,6 +16,8 @@ _ANY_OBJECT = {"type": "object"}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _LONGEST_FAULT = 400
+_MOST_LEXER_FUEL = 100_000
+"""What engines give a grammar to begin with: one that needs more is refused here, rather than there."""
 
 
 async def grammar_of(fields: StructureFields) -> str:
@@ -112,6 +114,7 @@ def _as_lark(grammar: str) -> str:
 @lru_cache(maxsize=1024)
 def _fault_of(grammar: str) -> str:
     """Returns why a grammar cannot be used; "" when it can."""
-    from llguidance import LLMatcher  # here, since not every gateway needs it
+    from llguidance import LLMatcher, LLParserLimits  # here, since not every gateway needs it
 
-    return LLMatcher.validate_grammar(grammar)
+    limits = LLParserLimits(initial_lexer_fuel=_MOST_LEXER_FUEL)
+    return LLMatcher.validate_grammar(grammar, limits=limits)

@@ -144,6 +144,32 @@ def test_a_grammar_that_would_hold_up_every_step_fails(grammars: Grammars, token
     assert "items" in constraint.fault
 
 
+@pytest.mark.parametrize("pattern", ["a{100000}", "x(ab){20000}", "(a{300}){300}"])
+def test_a_text_that_is_copied_for_every_byte_of_it_fails(
+    grammars: Grammars, tokenizer: Tokenizer, pattern: str
+) -> None:
+    constraint = regex(grammars, pattern).start()
+    words = np.full(constraint.num_words, -1, np.int32)
+    constraint.write_allowed(words)
+    constraint.take(tokenizer.encode(pattern.lstrip("(")[0]).ids[0])
+    constraint.write_allowed(words)
+    assert allowed_by(words) == set() and "too many expressions" in constraint.fault
+
+
+def test_few_grammars_are_kept_since_they_grow(grammars: Grammars) -> None:
+    kept = [regex(grammars, f"kept{index}") for index in range(65)]
+    assert regex(grammars, "kept64") is kept[64]
+    assert regex(grammars, "kept0") is not kept[0]
+
+
+def test_a_grammar_of_many_values_is_understood(grammars: Grammars) -> None:
+    values = [f"value-{index}-with-some-text" for index in range(4000)]
+    grammar = LLMatcher.grammar_from_json_schema({"enum": values})
+    constraint = grammars.understand(grammar).start()
+    constraint.write_allowed(np.zeros(constraint.num_words, np.int32))
+    assert not constraint.fault
+
+
 def test_an_answer_with_a_grammar_draws_a_token_every_step(model: LoadedModel, grammars: Grammars) -> None:
     """Though with a step under way its last token has not been read when the next is planned."""
     requests = [

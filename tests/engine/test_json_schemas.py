@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
+from llguidance import LLMatcher
 
-from engine.constraints import Grammar, Grammars
+from engine.constraints import Grammar, Grammars, InvalidGrammar
 from gateway.errors import ApiError
 from gateway.grammars import grammar_of
 from gateway.schema_care import with_care
@@ -324,6 +325,22 @@ async def test_what_cannot_be_held_to_is_refused_by_its_name(schema: dict[str, A
         assert refused.value.status == 400
         assert says in message or (whole is not schema and "Unsatisfiable" in message)
         assert refused.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("count", [1_000, 9_000, 9_500, 10_000, 10_500, 11_000, 30_000])
+async def test_a_schema_that_is_too_big_for_an_engine_is_refused_before(
+    grammars: Grammars, count: int
+) -> None:
+    schema = {"enum": list(range(count))}
+    try:
+        grammars.understand(LLMatcher.grammar_from_json_schema(schema))
+    except InvalidGrammar:
+        assert count > 1_000
+        with pytest.raises(ApiError, match="too big"):
+            await grammar_for(schema)
+    else:
+        assert count < 30_000
+        await grammar_for(schema)
 
 
 async def test_a_schema_is_not_changed_by_the_care_that_is_taken_of_it() -> None:
