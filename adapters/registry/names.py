@@ -105,14 +105,16 @@ return {live, canary or '', percent or '', redis.call('HEXISTS', at('pins'), ten
         redis.call('SMEMBERS', at('grants', tenant, name))}
 """
 
+# → {'ok', {the digests that no version has any more}}, which may be more than Lua can unpack.
 _DELETE = """
 local tenant, name = unpack(ARGV)
 if not live_of(tenant, name) then return {'no_name'} end
 local unused = remove_name(tenant, name)
 outdate(tenant, name)
-return {'ok', unpack(unused)}
+return {'ok', unused}
 """
 
+# → the same.
 _DELETE_VERSION = """
 local tenant, name, version, by = unpack(ARGV)
 local live, record = live_of(tenant, name), record_of(tenant, name, version)
@@ -122,13 +124,13 @@ if canary_of(tenant, name) == version then return {'is_canary'} end
 if redis.call('HLEN', at('versions', tenant, name)) == 1 then
     local unused = remove_name(tenant, name)
     outdate(tenant, name)
-    return {'ok', unpack(unused)}
+    return {'ok', unused}
 end
 redis.call('HDEL', at('versions', tenant, name), version)
 redis.call('LREM', at('past', tenant, name), 0, version)
 local unused = drop(tenant, record)
 changed(tenant, name, 'delete', by, {version = tonumber(version)})
-return {'ok', unused}
+return {'ok', {unused}}
 """
 
 MOST_FORMER_NAMES = 10_000
@@ -366,5 +368,6 @@ def _listed(
 
 
 def _digests(reply: Sequence[Any], name: str, version: int | None = None) -> Sequence[bytes]:
-    raise_fault(text(reply[0]), name=name, version=version)
-    return [bytes.fromhex(text(digest)) for digest in reply[1:] if digest]
+    status, *unused = reply
+    raise_fault(text(status), name=name, version=version)
+    return [bytes.fromhex(text(digest)) for digest in unused[0]]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from adapters.identity import InvalidName
 from adapters.model_ref import ModelRef
 from adapters.registry import AdapterConflict, AdapterNotFound, Registry
 from adapters.registry.names import MOST_FORMER_NAMES
+from adapters.registry.scripts import MOST_VERSIONS, REFERENCES, key, text
 from tests.adapters.registry.builders import ONE, THREE, TWO, meaning, summary
 
 
@@ -136,6 +138,25 @@ async def test_a_number_is_never_given_twice(registry: Registry) -> None:
     assert await meaning(registry, "acme", "sql@1") is None
     assert (await registry.add_version("acme", "sql", TWO)).version == 3
     assert await meaning(registry, "acme", "sql@2") is None
+
+
+async def test_a_name_with_as_many_versions_as_there_may_be_is_deleted(
+    registry: Registry, redis: Redis
+) -> None:
+    await registry.add_version("acme", "sql", ONE)
+    record = text(await redis.hget(key("versions", "acme", "sql"), "1") or "")
+    assert ONE.digest.hex() in record
+    records: dict[Any, Any] = {}
+    digests = [hashlib.sha256(str(number).encode()).digest() for number in range(2, MOST_VERSIONS + 1)]
+    for number, digest in enumerate(digests, 2):
+        records[str(number)] = record.replace(ONE.digest.hex(), digest.hex())
+    await redis.hset(key("versions", "acme", "sql"), mapping=records)
+    for counts in (REFERENCES, key("holdings", "acme")):
+        await redis.hset(counts, mapping=dict.fromkeys((digest.hex() for digest in digests), 1))
+    deleted = await registry.delete("acme", "sql")
+    assert len(deleted) == MOST_VERSIONS and set(deleted) == {ONE.digest, *digests}
+    assert await registry.show("acme", "sql") is None
+    assert set(await registry.references.unreferenced(0)) == set(deleted)
 
 
 async def test_delete_returns_what_nobody_refers_to(registry: Registry) -> None:
