@@ -98,9 +98,12 @@ async def recall(registry: Registry, store: BlobStore, tenant: str, name: str) -
 
 
 async def forget_tenant(registry: Registry, store: BlobStore, tenant: str) -> None:
-    """Removes all that the registry and the records know of a tenant, and what others granted it."""
-    for name in await registry.forget_tenant(tenant):
-        await asyncio.to_thread(store.delete_record, record_path(tenant, name))
+    """Removes all that the registry and the records know of a tenant, and what others granted it. Raises
+    OSError when the store fails: called again, it removes the rest.
+    """
+    await registry.forget_tenant(tenant)
+    for path in await asyncio.to_thread(_recorded_of, store, tenant):
+        await asyncio.to_thread(store.delete_record, path)
     await write_records(registry, store)  # of the names that were granted
 
 
@@ -121,6 +124,10 @@ async def write_records(registry: Registry, store: BlobStore) -> None:
 def record_path(tenant: str, name: str) -> str:
     """Where the store keeps the record of a name."""
     return f"names/{tenant}/{name}"
+
+
+def _recorded_of(store: BlobStore, tenant: str) -> list[str]:
+    return [path for path, _ in store.list_records(f"names/{tenant}")]
 
 
 async def _write_record(registry: Registry, store: BlobStore, tenant: str, name: str) -> None:

@@ -185,6 +185,10 @@ class Tenants:
         document = await read_document(self._redis, tenant_key(tenant_id))
         return from_document(tenant_id, document) if document else None
 
+    async def is_retired(self, tenant_id: str) -> bool:
+        """Whether a tenant of this id was there, and is deleted."""
+        return bool(await self._redis.sismember(_RETIRED, tenant_id))
+
     async def all(self) -> list[Tenant]:
         """Returns all tenants, oldest first."""
         documents = await read_documents(self._redis, _INDEX, tenant_key)

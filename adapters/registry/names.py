@@ -183,7 +183,6 @@ return {'ok'}
 )
 
 # Nothing of a tenant that is gone stays, and nobody who gets its id inherits what others granted it.
-# → the names that it ever had.
 _FORGET = """
 local tenant = ARGV[1]
 for _, name in ipairs(redis.call('HKEYS', at('live', tenant))) do
@@ -195,11 +194,11 @@ for _, granted in ipairs(redis.call('SMEMBERS', at('granted', tenant))) do
     redis.call('SREM', at('grants', owner, name), tenant)
     outdate(owner, name)
 end
-local names = redis.call('HKEYS', at('last', tenant))
-for _, name in ipairs(names) do redis.call('SREM', at('unrecorded'), tenant .. ':' .. name) end
+for _, name in ipairs(redis.call('HKEYS', at('last', tenant))) do
+    redis.call('SREM', at('unrecorded'), tenant .. ':' .. name)
+end
 redis.call('DEL', at('granted', tenant), at('last', tenant), at('moved', tenant), at('revision', tenant))
 redis.call('HDEL', at('bytes'), tenant)
-return names
 """
 
 
@@ -347,9 +346,9 @@ class Registry:
         status, *detail = map(text, await self._rename(check_tenant(tenant), name, target, by))
         raise_fault(status, name=name, detail="".join(detail))
 
-    async def forget_tenant(self, tenant: str) -> Sequence[str]:
-        """Removes everything of a tenant, and what others granted it. Returns the names that it ever had."""
-        return [text(name) for name in await self._forget(check_tenant(tenant))]
+    async def forget_tenant(self, tenant: str) -> None:
+        """Removes everything of a tenant, and what others granted it."""
+        await self._forget(check_tenant(tenant))
 
 
 def _listed(

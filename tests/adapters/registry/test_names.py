@@ -315,7 +315,7 @@ async def test_a_tenant_that_is_forgotten_has_no_grants_either(registry: Registr
     await registry.add_version("globex", "gone", TWO)
     await registry.delete("globex", "gone")
     await registry.grants.grant("acme", "sql", "globex")
-    assert await registry.forget_tenant("globex") == ["gone"]
+    await registry.forget_tenant("globex")
     assert await meaning(registry, "globex", "acme/sql") is None
     shown = await registry.show("acme", "sql")
     assert shown is not None and shown.grants == ()
