@@ -58,9 +58,9 @@ async def test_a_connection_to_another_gateway_changes_nothing_that_is_published
         await arrivals.of(WEIGHTS, 10)
         assert (await append(one, acme, upload, WEIGHTS, files[WEIGHTS])).status_code == 200
         made = await complete(one, acme, upload)
-        assert made.status_code == 201
         go_on.set()
         await hangs
+        assert made.status_code == 201
         blob = one.store / "sha256" / made.json()["digest"][:2] / made.json()["digest"]
         assert {file: (blob / file).read_bytes() for file in files} == files
 
@@ -146,9 +146,9 @@ async def test_of_two_calls_that_complete_an_upload_one_makes_a_version(
         first = asyncio.create_task(complete(plane, acme, upload))
         await reached.wait()
         second = await complete(plane, acme, upload)
-        assert (second.status_code, second.json()["error"]["code"]) == (409, "upload_completing")
         go_on.set()
         assert (await first).json()["id"] == "sql@1"
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "upload_completing")
         assert (await complete(plane, acme, upload)).status_code == 404
 
 
