@@ -40,15 +40,16 @@ class RedisHealth:
         if self._probe is not None:
             await tasks.cancel(self._probe)
 
-    async def _until_it_answers(self) -> None:
-        while not await self._answers():
-            await asyncio.sleep(_PAUSE_S)
-        self._probe = None
-
-    async def _answers(self) -> bool:
+    async def answers(self) -> bool:
+        """Pings it, and says whether an answer came at once."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._redis.ping()
         except (RedisError, OSError, TimeoutError):
             return False
         return True
+
+    async def _until_it_answers(self) -> None:
+        while not await self.answers():
+            await asyncio.sleep(_PAUSE_S)
+        self._probe = None

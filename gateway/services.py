@@ -52,6 +52,7 @@ class Services:
 
     settings: GatewaySettings
     redis: Redis
+    redis_health: RedisHealth
     authenticator: Authenticator
     tenants: Tenants
     keys: Keys
@@ -94,10 +95,9 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         health = RedisHealth(redis)
         stack.push_async_callback(health.close)
         authenticator = _authenticator(redis, health, settings)
-        await _run_in(stack, authenticator)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
         known_adapters = KnownAdapters(redis, registry, health)
-        await _run_in(stack, known_adapters)
+        await _run_in(stack, authenticator, known_adapters)
         sessions = UploadSessions(store.scratch, settings.uploads_per_tenant)
         await stack.enter_async_context(
             housekeeping(registry, store, sessions, grace_s=settings.store_grace_s)
@@ -119,6 +119,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         yield Services(
             settings=settings,
             redis=redis,
+            redis_health=health,
             authenticator=authenticator,
             tenants=tenants,
             keys=keys,
@@ -162,10 +163,11 @@ class _Follower(Protocol):
     async def close(self) -> None: ...
 
 
-async def _run_in(stack: AsyncExitStack, follower: _Follower) -> None:
+async def _run_in(stack: AsyncExitStack, *followers: _Follower) -> None:
     """Starts what follows Redis, and has the stack end it."""
-    await follower.start()
-    stack.push_async_callback(follower.close)
+    for follower in followers:
+        await follower.start()
+        stack.push_async_callback(follower.close)
 
 
 def _hub() -> Hub:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from redis.exceptions import RedisError
 
 from gateway.described import described
 from gateway.schemas.answers import Health, Readiness
@@ -16,8 +14,6 @@ from gateway.services import Services
 router = APIRouter(tags=["health"])
 
 METRICS_MEDIA = "text/plain; version=0.0.4; charset=utf-8"
-
-_PING_TIMEOUT_S = 1.0
 
 
 @router.get("/health")
@@ -36,7 +32,7 @@ async def show_readiness(request: Request) -> Response:
     """
     services: Services = request.app.state.services
     missing = []
-    if not await _redis_answers(services):
+    if not await services.redis_health.answers():
         missing.append("Redis does not answer: known keys and adapters go on for a while")
     engines = services.engines.ready_engines()
     if not engines:
@@ -53,12 +49,3 @@ async def show_metrics(request: Request) -> Response:
     services: Services = request.app.state.services
     services.metrics.engines_ready.set(services.engines.ready_engines())
     return Response(services.metrics.render(), media_type=METRICS_MEDIA)
-
-
-async def _redis_answers(services: Services) -> bool:
-    try:
-        async with asyncio.timeout(_PING_TIMEOUT_S):
-            await services.redis.ping()
-    except (RedisError, OSError, TimeoutError):
-        return False
-    return True

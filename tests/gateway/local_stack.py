@@ -6,12 +6,14 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import redis
 import uvicorn
 from openai import AsyncOpenAI, OpenAI
 from pydantic import SecretStr
@@ -55,6 +57,16 @@ class LocalStack:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    @contextmanager
+    def ready(self) -> Iterator[LocalStack]:
+        """Starts it, yields it when it can answer, and stops it."""
+        self.start()
+        try:
+            self.wait_ready()
+            yield self
+        finally:
+            self.stop()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
@@ -131,3 +143,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s in vain until {what}"
         time.sleep(0.01)
+
+
+def emptied(url: str) -> str:
+    """The URL of a Redis database, in which nothing is left."""
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+    return url

