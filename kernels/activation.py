@@ -9,6 +9,7 @@ from kernels import native, reference
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of a contiguous [T, 2I] whose rows are (gate | up): [T, I], same dtype."""
+    assert gate_up.is_contiguous()
     if gate_up.is_cuda:
         from kernels.gpu import activation as gpu
 

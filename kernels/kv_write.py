@@ -27,6 +27,7 @@ def rope_write_kv(
         k_cache, v_cache: one layer's [num_blocks, Hkv, 16, D].
         num_heads: Hq.
     """
+    assert qkv.is_contiguous()
     if qkv.is_cuda:
         from kernels.gpu import kv_write as gpu
 

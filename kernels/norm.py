@@ -21,6 +21,7 @@ def rms_norm(
     Returns:
         [T, H] in x's dtype. The sums are in float32; the norm is of the residual as stored.
     """
+    assert x.is_contiguous()
     if x.is_cuda:
         from kernels.gpu import norm as gpu
 

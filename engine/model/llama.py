@@ -149,7 +149,7 @@ class DecoderLayer:
         q_end = config.num_heads * dim
         k_end = q_end + config.num_kv_heads * dim
         for columns, weight in ((qkv[:, :q_end], q_norm), (qkv[:, q_end:k_end], k_norm)):
-            heads = columns.reshape(-1, dim)
+            heads = columns.contiguous().view(-1, dim)
             columns.copy_(rms_norm(heads, weight, config.rms_norm_eps).view_as(columns))
 
 

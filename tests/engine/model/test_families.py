@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "qwen3, one group": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 1}),
 }
 
 
