@@ -44,7 +44,7 @@ class Constraint:
     @property
     def is_complete(self) -> bool:
         """Whether the text is whole, and nothing more may follow it."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def fault(self) -> str:

@@ -226,3 +226,12 @@ def test_answers_fit_their_grammars_beside_free_ones(
         got = run(model, grammars, seed, num_blocks=num_blocks, overlap=True)
         assert (got.num_preemptions > 0) == (num_blocks == 12)
         assert (got.tokens, got.ends) == (want.tokens, want.ends)
+
+
+@pytest.mark.parametrize("pattern", ["a{26000}", "x(ab){20000}"])
+def test_what_fails_is_not_complete(grammars: Grammars, tokenizer: Tokenizer, pattern: str) -> None:
+    constraint = regex(grammars, pattern).start()
+    constraint.write_allowed(np.zeros(constraint.num_words, np.int32))
+    constraint.take(tokenizer.encode(pattern[0]).ids[0])
+    constraint.write_allowed(np.zeros(constraint.num_words, np.int32))
+    assert constraint.fault and not constraint.is_complete
