@@ -95,7 +95,8 @@ class GatewaySettings(BaseSettings):
     uploads_per_tenant: int = Field(
         default=4,
         ge=1,
-        description="Most uploads of a tenant at once, resumable ones that pause included; more get 429.",
+        description="Most uploads of a tenant at once, resumable ones that pause included, until they have "
+        "rested for an hour; more get 429.",
     )
     auth_cache_s: float = Field(
         default=60.0,
@@ -120,7 +121,9 @@ class GatewaySettings(BaseSettings):
     )
     ledger_days: int = Field(default=400, ge=1, description="How many days the ledger keeps its entries.")
     audit_days: int | None = Field(
-        default=None, ge=1, description="How many days the audit keeps its entries; without it, all."
+        default=None,
+        ge=1,
+        description="How many days the audit keeps its entries; without it, the last million.",
     )
     lease_s: float = Field(
         default=10.0,
