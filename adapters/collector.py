@@ -8,13 +8,13 @@ its version, or is of a Redis that was lost: so what a record in the store names
 
 from __future__ import annotations
 
-import asyncio
 from itertools import islice
 
 from adapters import lifecycle
 from adapters.blob_store import BlobStore, Trashed
 from adapters.registry import Registry
 from adapters.registry.records import digests_of
+from adapters.store_threads import in_store_thread
 
 _BATCH = 1000
 
@@ -29,7 +29,7 @@ async def collect(registry: Registry, store: BlobStore, *, grace_s: int) -> int:
     for digest in await registry.references.unreferenced(grace_s):
         if not await registry.references.condemn(digest, grace_s):
             continue
-        trashed = await asyncio.to_thread(store.withdraw, digest)
+        trashed = await in_store_thread(store.withdraw, digest)
         if trashed is not None:
             if not await _empty(registry, trashed):
                 continue  # noted as before, in case an upload needs it that ends without a version
@@ -40,12 +40,12 @@ async def collect(registry: Registry, store: BlobStore, *, grace_s: int) -> int:
 
 async def note_orphans(registry: Registry, store: BlobStore) -> int:
     """Begins the grace of blobs that neither Redis nor a record in the store knows. Returns how many."""
-    digests = await asyncio.to_thread(lambda: iter(list(store.digests())))
+    digests = await in_store_thread(lambda: iter(list(store.digests())))
     unknown: set[bytes] = set()
     while batch := list(islice(digests, _BATCH)):
         unknown |= set(await registry.references.unknown(batch))
     if unknown:
-        unknown -= await asyncio.to_thread(_recorded, store)
+        unknown -= await in_store_thread(_recorded, store)
         await registry.references.note_orphans(unknown)
     return len(unknown)
 
@@ -54,8 +54,8 @@ async def tidy(registry: Registry, store: BlobStore, *, abandoned_after_s: int, 
     """Clears what crashed uploads and collectors have left, and collects; writes the records that are out of
     date. Uploads are abandoned when nobody has touched them for `abandoned_after_s` seconds.
     """
-    await asyncio.to_thread(store.clean, abandoned_after_s)
-    for trashed in await asyncio.to_thread(store.trashed):
+    await in_store_thread(store.clean, abandoned_after_s)
+    for trashed in await in_store_thread(store.trashed):
         await _empty(registry, trashed)
     await collect(registry, store, grace_s=grace_s)
     await lifecycle.write_records(registry, store)
@@ -67,8 +67,8 @@ async def _empty(registry: Registry, trashed: Trashed) -> bool:
     """
     is_needed = await registry.references.is_needed(trashed.digest)
     if is_needed:
-        await asyncio.to_thread(trashed.restore)
-    await asyncio.to_thread(trashed.purge)
+        await in_store_thread(trashed.restore)
+    await in_store_thread(trashed.purge)
     return not is_needed
 
 

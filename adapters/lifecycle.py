@@ -10,13 +10,13 @@ change's own script, so what a crash or a full disk leaves unwritten is written 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
 from adapters.blob_store import BlobStore, Staging, StoreUnavailable
 from adapters.registry import AdapterVersion, Quota, Registry
 from adapters.registry.quotas import NO_QUOTA
+from adapters.store_threads import in_store_thread
 from adapters.validation import AdapterSummary
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def publish(
         "base_model": summary.base_model,
     }
     async with registry.references.reserved(summary.digest):
-        await asyncio.to_thread(staging.publish, summary.digest, manifest)
+        await in_store_thread(staging.publish, summary.digest, manifest)
         await recall(registry, store, tenant, name)
         version = await registry.add_version(tenant, name, summary, promote=promote, by=by, quota=quota)
     await record(registry, store, tenant, name)
@@ -90,7 +90,7 @@ async def recall(registry: Registry, store: BlobStore, tenant: str, name: str) -
         return
     path = record_path(tenant, name)
     try:
-        found = await asyncio.to_thread(store.read_record, path)
+        found = await in_store_thread(store.read_record, path)
         if found is not None:
             await registry.records.restore(found)
     except (ValueError, KeyError, TypeError) as error:
@@ -102,8 +102,8 @@ async def forget_tenant(registry: Registry, store: BlobStore, tenant: str) -> No
     OSError when the store fails: called again, it removes the rest.
     """
     await registry.forget_tenant(tenant)
-    for path in await asyncio.to_thread(_recorded_of, store, tenant):
-        await asyncio.to_thread(store.delete_record, path)
+    for path in await in_store_thread(_recorded_of, store, tenant):
+        await in_store_thread(store.delete_record, path)
     await write_records(registry, store)  # of the names that were granted
 
 
@@ -135,5 +135,5 @@ async def _write_record(registry: Registry, store: BlobStore, tenant: str, name:
     is_current = False
     while not is_current:
         document = await registry.records.export(tenant, name)
-        await asyncio.to_thread(store.put_record, record_path(tenant, name), document)
+        await in_store_thread(store.put_record, record_path(tenant, name), document)
         is_current = await registry.records.recorded(tenant, name, document["revision"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from adapters.blob_store import BlobStore
 from adapters.registry import Registry
 from adapters.registry.records import digests_of
+from adapters.store_threads import in_store_thread
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ async def reindex(registry: Registry, store: BlobStore) -> Reindexed:
     Raises OSError when the store fails, RedisError when Redis does; what has been restored by then stays.
     """
     result = Reindexed()
-    for path, record in await asyncio.to_thread(lambda: list(store.list_records("names"))):
+    for path, record in await in_store_thread(lambda: list(store.list_records("names"))):
         if not record:
             result.faults.append(f"The record {path} cannot be read: it is damaged.")
             continue
@@ -41,6 +41,6 @@ async def reindex(registry: Registry, store: BlobStore) -> Reindexed:
         result.restored += restored
         result.current += not restored
         for digest in digests:
-            if not await asyncio.to_thread(store.contains, digest):
+            if not await in_store_thread(store.contains, digest):
                 result.faults.append(f"The store has no files of {path}, digest {digest.hex()}.")
     return result

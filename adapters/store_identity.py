@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from adapters.blob_store import BlobStore
 from adapters.registry.scripts import text
+from adapters.store_threads import in_store_thread
 
 STORE_KEY = "loraplex:store"
 _RECORD = "store"
@@ -71,7 +72,7 @@ def _wrong(location: str, why: str) -> WrongStore:
 
 async def _own_id(store: BlobStore) -> str | None:
     try:
-        record = await asyncio.to_thread(store.read_record, _RECORD)
+        record = await in_store_thread(store.read_record, _RECORD)
     except ValueError:
         record = {}  # damaged: so it has no id that Redis could know
     return None if record is None else str(record.get("id"))
@@ -83,7 +84,7 @@ async def _known_id(redis: Redis) -> str:
 
 async def _mark(redis: Redis, store: BlobStore) -> None:
     try:
-        await asyncio.to_thread(store.put_record, _RECORD, {"id": await _known_id(redis)})
+        await in_store_thread(store.put_record, _RECORD, {"id": await _known_id(redis)})
     except OSError:
         await redis.delete(STORE_KEY)
         raise

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from adapters.blob_store import BlobStore
 from adapters.collector import note_orphans, tidy
 from adapters.registry import Registry
+from adapters.store_threads import in_store_thread
 from gateway import tasks
 from gateway.upload_sessions import UploadSessions
 
@@ -43,7 +44,7 @@ async def _keep_tidy(registry: Registry, store: BlobStore, sessions: UploadSessi
     for number in count():
         pause = _EVERY_S
         try:
-            await asyncio.to_thread(sessions.clean)
+            await in_store_thread(sessions.clean)
             await tidy(registry, store, abandoned_after_s=_ABANDONED_AFTER_S, grace_s=grace_s)
             if number % _ORPHANS_EVERY == 0:
                 await note_orphans(registry, store)

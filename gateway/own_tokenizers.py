@@ -16,6 +16,7 @@ from typing import Any
 import anyio.to_thread
 
 from adapters.adapter_files import TOKENIZER_FILES
+from adapters.store_threads import in_store_thread
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.resolve import ResolvedModel
 from gateway.tokenizer import ModelTokenizer, TokenizerFiles, Tokenizers
@@ -83,7 +84,7 @@ class OwnTokenizers:
         key = (model_digest, identity)
         loading = self._loaded.get(key)
         if loading is None:
-            loading = asyncio.create_task(asyncio.to_thread(self._load, base, identity, digest))
+            loading = asyncio.create_task(in_store_thread(self._load, base, identity, digest))
             self._loaded[key] = loading
             if len(self._loaded) > _MAX_LOADED:
                 self._loaded.popitem(last=False)

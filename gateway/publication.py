@@ -17,6 +17,7 @@ from adapters.blob_store import BlobStore, Staging
 from adapters.identity import InvalidName, check_name
 from adapters.registry import AdapterNotFound, AdapterVersion, Quota
 from adapters.safetensors_header import MAX_HEADER_BYTES
+from adapters.store_threads import in_store_thread
 from adapters.validation import AdapterSummary, InvalidAdapter, largest_weights_file, validate
 from gateway.adapter_removal import delete_adapter
 from gateway.auth import Principal
@@ -123,7 +124,7 @@ async def publish_known(
         if not await services.registry.tenant_refers(caller.tenant_id, summary.digest):
             return None
         async with store_faults():
-            if not await asyncio.to_thread(services.store.contains, summary.digest):
+            if not await in_store_thread(services.store.contains, summary.digest):
                 return None
         await lifecycle.recall(services.registry, services.store, caller.tenant_id, options.name)
         version = await services.registry.add_version(
@@ -146,11 +147,11 @@ async def staged(store: BlobStore) -> AsyncIterator[Staging]:
     Raises ApiError 503 when the store fails meanwhile.
     """
     async with store_faults():
-        staging = await asyncio.to_thread(store.stage)
+        staging = await in_store_thread(store.stage)
         try:
             yield staging
         finally:
-            await asyncio.to_thread(staging.discard)
+            await in_store_thread(staging.discard)
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import anyio.to_thread
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
@@ -23,6 +22,7 @@ from adapters.layout import AdapterLayout
 from adapters.model_ref import ModelRef
 from adapters.reader import read_layout
 from adapters.registry import AdapterConflict, AdapterNotFound, AdapterVersion
+from adapters.store_threads import in_store_thread
 from gateway.adapter_objects import own_name, own_ref, version_object
 from gateway.api.counted import count_management
 from gateway.auth import Principal, require
@@ -74,7 +74,7 @@ async def compare_versions(
         # It reads as much as two uploads, and works in the threads that everybody's uploads need.
         with services.upload_slots.taken(caller.tenant_id):
             async with _present(first, second):
-                described, modules = await anyio.to_thread.run_sync(
+                described, modules = await in_store_thread(
                     _compare_blobs, services.store, first.digest, second.digest, shape
                 )
         fields = [shown | more for shown, more in zip(fields, described, strict=True)]
@@ -137,7 +137,7 @@ class _Files:
 async def _files_of(services: Services, version: AdapterVersion) -> _Files:
     """The files of a version. Raises ApiError 503 when the store fails, or has lost them."""
     async with _present(version):
-        return await anyio.to_thread.run_sync(_files, services.store, version.digest)
+        return await in_store_thread(_files, services.store, version.digest)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from adapters.file_store import FileStore
+from adapters.store_threads import in_store_thread
 from gateway.api.counted import count_file_calls
 from gateway.auth import Principal, require
 from gateway.batches.files import (
@@ -55,14 +55,14 @@ async def upload_file(request: Request, caller: Caller) -> dict[str, Any]:
             await _check_room(services, caller, form.bytes)
             file = new_file(caller.tenant_id, form.filename, "batch", form.bytes, form.kept_s)
             async with store_faults():
-                await asyncio.to_thread(_put, services.file_store, file, form)
+                await in_store_thread(_put, services.file_store, file, form)
     try:
         await services.files.add(file, most_bytes=caller.limits.file_bytes)
     except QuotaExceeded as error:
-        await asyncio.to_thread(services.file_store.delete, file.name)
+        await in_store_thread(services.file_store.delete, file.name)
         raise _no_room(caller, error.used, file.bytes) from None
     except TooManyFiles:
-        await asyncio.to_thread(services.file_store.delete, file.name)
+        await in_store_thread(services.file_store.delete, file.name)
         raise too_many_files() from None
     return file.to_dict()
 
@@ -104,7 +104,7 @@ async def read_file_content(file_id: str, request: Request, caller: Caller) -> S
     services: Services = request.app.state.services
     file = await _file(request, caller, file_id)
     async with store_faults():
-        first = await asyncio.to_thread(services.file_store.read, file.name, 0, min(_PIECE_BYTES, file.bytes))
+        first = await in_store_thread(services.file_store.read, file.name, 0, min(_PIECE_BYTES, file.bytes))
     return StreamingResponse(
         _pieces(services.file_store, file, first),
         media_type="application/octet-stream",
@@ -170,7 +170,7 @@ def _put(store: FileStore, file: StoredFile, form: IncomingForm) -> None:
 async def _pieces(store: FileStore, file: StoredFile, first: bytes) -> AsyncIterator[bytes]:
     yield first
     for start in range(len(first), file.bytes, _PIECE_BYTES):
-        yield await asyncio.to_thread(store.read, file.name, start, min(_PIECE_BYTES, file.bytes - start))
+        yield await in_store_thread(store.read, file.name, start, min(_PIECE_BYTES, file.bytes - start))
 
 
 async def _check_room(services: Services, caller: Principal, more: int) -> None:

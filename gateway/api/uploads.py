@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from adapters.adapter_files import check_complete, is_adapter_file, is_weights, size_limit
 from adapters.blob_store import Staging
 from adapters.errors import InvalidAdapter
+from adapters.store_threads import in_store_thread
 from gateway.adapter_objects import version_object
 from gateway.api.audited import audited_router
 from gateway.auth import Principal, require
@@ -94,8 +94,8 @@ async def begin_upload(
         }
     await check_room(services, caller, options.name, files)
     async with store_faults():
-        session = await asyncio.to_thread(services.upload_sessions.open, caller.tenant_id, options, files)
-        return await asyncio.to_thread(describe, session, status="open")
+        session = await in_store_thread(services.upload_sessions.open, caller.tenant_id, options, files)
+        return await in_store_thread(describe, session, status="open")
 
 
 @router.get("/v1/adapter-uploads/{upload_id}")
@@ -105,7 +105,7 @@ async def show_upload(
 ) -> Mapping[str, Any]:
     """Shows an upload that is not complete, and how much of each file has arrived."""
     session = await _session(request, caller, upload_id)
-    return await asyncio.to_thread(describe, session, status="open")
+    return await in_store_thread(describe, session, status="open")
 
 
 @router.patch("/v1/adapter-uploads/{upload_id}/{file_name}")
@@ -228,17 +228,17 @@ def _check_files(files: list[ExpectedFile], max_weights_bytes: int) -> None:
 async def _session(request: Request, caller: Principal, upload_id: str) -> UploadSession:
     """The caller's session. Raises ApiError 404, the same whether there is none or it is another tenant's."""
     services: Services = request.app.state.services
-    session = await asyncio.to_thread(services.upload_sessions.find, caller.tenant_id, upload_id)
+    session = await in_store_thread(services.upload_sessions.find, caller.tenant_id, upload_id)
     if session is None:
         raise upload_not_found()
-    await asyncio.to_thread(session.touch)
+    await in_store_thread(session.touch)
     return session
 
 
 async def _copy_arrived(services: Services, session: UploadSession, staging: Staging) -> None:
     """Raises ApiError 409 unless every file is there and is what was announced; a wrong one begins anew."""
     for file in session.files:
-        offset = await asyncio.to_thread(session.offset, file.name)
+        offset = await in_store_thread(session.offset, file.name)
         if offset < file.bytes:
             raise _conflict(
                 "upload_incomplete",
@@ -246,7 +246,7 @@ async def _copy_arrived(services: Services, session: UploadSession, staging: Sta
             )
     for file in session.files:
         if await services.upload_transfers.copy(session, file, staging.path) != file.sha256:
-            await asyncio.to_thread((session.folder / file.name).unlink, missing_ok=True)
+            await in_store_thread((session.folder / file.name).unlink, missing_ok=True)
             raise _conflict(
                 "hash_mismatch", f"The file '{file.name}' is not the one that was announced: send it again."
             )
@@ -254,7 +254,7 @@ async def _copy_arrived(services: Services, session: UploadSession, staging: Sta
 
 
 async def _end(services: Services, caller: Principal, session: UploadSession) -> None:
-    await asyncio.to_thread(services.upload_sessions.remove, caller.tenant_id, session)
+    await in_store_thread(services.upload_sessions.remove, caller.tenant_id, session)
 
 
 def _conflict(code: str, message: str) -> ApiError:

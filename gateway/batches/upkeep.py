@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from adapters.file_store import FileStore
+from adapters.store_threads import in_store_thread
 from gateway.accounts.windows import root_of
 from gateway.batches.files import FileInUse, Files, StoredFile
 from gateway.batches.results import batch_of_segment
@@ -63,9 +64,9 @@ class Upkeep:
         """Removes what is in the store and nobody knows. Returns how many files."""
         limit = time.time() - older_than_s
         removed = 0
-        for name, written in await asyncio.to_thread(lambda: list(self._store.names())):
+        for name, written in await in_store_thread(lambda: list(self._store.names())):
             if written < limit and not await self._is_known(name):
-                await asyncio.to_thread(self._store.delete, name)
+                await in_store_thread(self._store.delete, name)
                 removed += 1
         return removed
 
@@ -84,5 +85,5 @@ async def remove_file(
     if not await files.remove(tenant, file_id, even_in_use=even_in_use):
         return False
     name = StoredFile(tenant, file_id, "", "", 0, 0, 0).name
-    await asyncio.to_thread(store.delete, name)
+    await in_store_thread(store.delete, name)
     return True

@@ -16,6 +16,7 @@ from itertools import chain, islice
 from redis.exceptions import RedisError
 
 from adapters.file_store import FileStore
+from adapters.store_threads import in_store_thread
 from gateway import tasks
 from gateway.batches import results
 from gateway.batches.batch import Batch, Status
@@ -129,7 +130,7 @@ class BatchWork:
 
     async def _check(self, batch: Batch, source: StoredFile) -> Status:
         """Looks at every line before the first runs. A file with a fault in it ends the batch."""
-        total, faults = await asyncio.to_thread(
+        total, faults = await in_store_thread(
             check_lines, self._desk.store, source.name, source.bytes, batch.endpoint
         )
         if faults:
@@ -152,7 +153,7 @@ class BatchWork:
         running = self._running
         try:
             while not self._turn.is_resting:
-                some = await asyncio.to_thread(lambda: list(islice(lines, _READ_AT_ONCE)))
+                some = await in_store_thread(lambda: list(islice(lines, _READ_AT_ONCE)))
                 if not some:
                     break
                 for line in some:
@@ -225,9 +226,7 @@ class BatchWork:
         kept = await self._desk.batches.results(tenant, batch_id)
         if not kept:  # those that were counted since then went with the last ones
             return
-        name = await asyncio.to_thread(
-            results.write_segment, self._desk.store, tenant, batch_id, kept.values()
-        )
+        name = await in_store_thread(results.write_segment, self._desk.store, tenant, batch_id, kept.values())
         await self._desk.batches.spill(self.lease, name, list(kept))
 
     async def _finish(self, source: StoredFile | None) -> None:
@@ -261,7 +260,7 @@ class BatchWork:
         kept, done = await desk.batches.results(*key), await desk.batches.done(*key)
         counted = batch.completed + batch.failed
         total = batch.total or counted
-        output, error, whole = await asyncio.to_thread(
+        output, error, whole = await in_store_thread(
             lambda: results.write_files(
                 desk.store,
                 batch,
@@ -286,7 +285,7 @@ class BatchWork:
             fields["errors"] = json.dumps([{"code": why[0], "message": why[1], "param": param, "line": None}])
         await desk.batches.finish(self.lease, status, fields, [file for file in (output, error) if file])
         for name in segments:
-            await asyncio.to_thread(desk.store.delete, name)
+            await in_store_thread(desk.store.delete, name)
 
     # ---- the lease --------------------------------------------------------------------------------------
 
