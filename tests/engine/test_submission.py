@@ -165,6 +165,7 @@ def test_an_engine_without_pages_takes_no_adapters() -> None:
     model.num_rank_pages = 0
     with pytest.raises(InvalidSubmit, match="no memory for adapters"):
         parse_submit(submit(adapter_digest=b"a" * 32), "link", model)
+    assert parse_submit(submit(), "link", model).adapter_digest == b"", "it serves the base model"
 
 
 SEARCHED = pb.ModelInfo()

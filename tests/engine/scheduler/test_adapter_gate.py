@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -224,6 +225,25 @@ def test_a_step_that_others_wait_for_has_so_many_copies_to_the_device(most: int)
         engine.wait_for_loads()
     engine.run()
     assert len(writes) == MAX_LOADS and max(Counter(writes).values()) == most
+    engine.close()
+
+
+def test_copies_to_the_device_are_counted_with_what_they_take() -> None:
+    engine = make_engine(num_pages=1)
+    write = engine.runner.write_adapter
+
+    def slow_write(pages: Sequence[int], copy: HostCopy) -> None:
+        time.sleep(0.002)
+        write(pages, copy)
+
+    engine.gate._placements._write = slow_write
+    for number, name in enumerate("aba"):
+        engine.store.add(name)
+        engine.scheduler.add(make_request(5, request_id=number, adapter=name))
+        engine.run()
+    counters = engine.gate.memory().counters
+    assert counters.copies == 3 and 0.006 <= counters.copy_seconds < 3
+    assert counters.evictions_device == 2
     engine.close()
 
 

@@ -155,6 +155,26 @@ def test_background_work_stays_while_a_claim_keeps_others_from_starting() -> Non
     engine.close()
 
 
+def test_a_claim_of_background_work_keeps_nobody_else_from_its_adapter() -> None:
+    """It stands when somebody comes for the adapter that it waits for to leave."""
+    engine = make_engine(num_pages=1, num_blocks=400)
+    for name in "ab":
+        engine.store.add(name)
+    for tenant, name in (("one", "a"), ("two", "b")):
+        engine.scheduler.add(
+            make_request(5, link=tenant, adapter=name, tenant=tenant, background=True, max_tokens=300)
+        )
+        while (tenant, 1) not in engine.started and engine.gate.claim is None:
+            engine.wait_for_loads()
+            engine.step()
+    assert ("two", 1) not in engine.started and engine.gate.claim is not None
+    engine.scheduler.add(make_request(5, adapter="a", tenant="three", max_tokens=300))
+    assert step_until(engine, 1) == 1
+    engine.run()
+    engine.check_all_free()
+    engine.close()
+
+
 def test_background_work_makes_nobody_yield() -> None:
     engine = make_engine(max_num_seqs=2, num_blocks=100)
     for i in range(6):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from builders import Engine, expected_output, make_engine, make_request
+from builders import Engine, expected_output, hold_reads, make_engine, make_request
 
 from engine.scheduler.turns import LEAST_TURN, TOKENS_PER_CACHED
 
@@ -80,11 +80,28 @@ def test_who_has_nothing_running_starts_in_the_next_step(seats: int, num_blocks:
     engine.close()
 
 
-def test_the_only_sequence_of_a_tenant_has_its_turn_before_it_gives_up_its_seat() -> None:
-    engine = make_engine(num_blocks=200, max_num_seqs=1)
-    engine.scheduler.add(make_request(5, request_id=1, tenant="long", max_tokens=1000))
+def test_who_has_nothing_running_does_not_wait_for_an_adapter_that_another_request_of_it_names() -> None:
+    engine = make_engine(num_blocks=200, max_num_seqs=2)
+    released = hold_reads(engine)
+    for number in range(4):
+        engine.scheduler.add(make_request([number] * 5, request_id=number, tenant="flood", max_tokens=100))
     engine.step()
-    engine.scheduler.add(make_request(5, link="new", request_id=1, tenant="new", max_tokens=1000))
+    engine.scheduler.add(make_request(5, link="new", request_id=1, adapter="cold", tenant="new"))
+    engine.scheduler.add(make_request(5, link="new", request_id=2, tenant="new"))
+    engine.step()
+    assert ("new", 2) in engine.started and ("new", 1) not in engine.started
+    released.set()
+    engine.close()
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+def test_the_only_sequence_of_a_tenant_has_its_turn_before_it_gives_up_its_seat(seats: int) -> None:
+    """Also where it would be the only one once others of the tenant have given up theirs."""
+    engine = make_engine(num_blocks=200, max_num_seqs=seats)
+    for number in range(seats):
+        engine.scheduler.add(make_request([number] * 5, request_id=number, tenant="long", max_tokens=1000))
+    engine.step()
+    engine.scheduler.add(make_request(5, link="new", request_id=1, n=seats, tenant="new", max_tokens=1000))
     steps = 0
     while ("new", 1) not in engine.started:
         engine.step()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.adapter_tiers import MAX_LOADS
+from engine.scheduler.background import account_name
 from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.waiting import LEAST_AWAY, MOST_AWAY, WaitingQueue
 from engine.sequence import Sequence, Status
@@ -39,6 +40,24 @@ def test_when_nobody_waits_the_last_who_left_is_the_measure() -> None:
     counters.depart("one")
     counters.arrive("two", 1)
     assert counters.account("two").served == 70
+
+
+def test_background_work_and_the_others_are_no_measure_for_each_other() -> None:
+    counters = VirtualTokenCounters()
+    work, more_work = (account_name(name, background=True) for name in ("work", "more work"))
+    for tenant, tokens in (("busy", 500), (work, 100)):
+        counters.arrive(tenant, 1)
+        counters.charge_input(tenant, tokens)
+    for tenant, served in (("new", 500), (more_work, 100)):
+        counters.arrive(tenant, 1)
+        assert counters.account(tenant).served == served
+        counters.depart(tenant)
+    counters.depart("busy")
+    counters.depart(work)
+    assert [counters.account(name).served for name in ("late", account_name("late", background=True))] == [
+        500,
+        100,
+    ], "nor when nobody waits"
 
 
 def test_service_is_divided_by_the_weight_and_output_costs_twice() -> None:

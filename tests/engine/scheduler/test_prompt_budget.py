@@ -133,13 +133,15 @@ def test_a_prompt_is_spread_over_steps_of_decodes() -> None:
     engine.close()
 
 
-def test_where_most_wait_for_their_prompts_steps_are_whole() -> None:
+@pytest.mark.parametrize(("decodes", "expected"), [(3, 5 * 50), (4, 64 - 4)])
+def test_where_most_wait_for_their_prompts_steps_are_whole(decodes: int, expected: int) -> None:
+    """Few tokens wait, which would be spread if no more than half of the seats waited for them."""
     limits = SchedulerLimits(8, 512, 1000, spread_prompts=64)
     engine = with_limits(make_engine(num_blocks=800), limits)
-    decoding(engine, 3)
-    for number in range(5):
-        engine.scheduler.add(make_request([10 + number] * 300, request_id=2 + number, max_tokens=5))
-    assert prompt_tokens(engine.step()) == 512 - 3
+    decoding(engine, decodes)
+    for number in range(8 - decodes):
+        engine.scheduler.add(make_request([10 + number] * 50, request_id=2 + number, max_tokens=5))
+    assert prompt_tokens(engine.step()) == expected
     engine.close()
 
 

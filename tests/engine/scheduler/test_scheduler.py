@@ -258,6 +258,23 @@ def test_aborting_the_first_choice_leaves_the_others_right(steps: int) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("budget", [14, 15, 16, 17])
+def test_who_takes_over_a_prompt_tells_what_is_left_of_its_logprobs(budget: int) -> None:
+    """All of it could be found in the prefix cache, from which no logprobs follow."""
+    engine = make_engine(max_num_batched_tokens=budget)
+    engine.scheduler.add(make_request(40, request_id=1))
+    engine.run()
+    request = make_request(40, request_id=2, n=2, prompt_logprobs=1)
+    engine.scheduler.add(request)
+    engine.step()
+    assert len(engine.told["link", 2]) == budget
+    engine.scheduler.abort("link", 2, choice=0)
+    engine.run()
+    assert engine.told["link", 2] == request.prompt[1:]
+    engine.check_all_free()
+    engine.close()
+
+
 def test_what_is_not_finite_ends_its_own_request_and_is_not_found_again() -> None:
     engine = make_engine()
     engine.store.add("poison", poison=True)

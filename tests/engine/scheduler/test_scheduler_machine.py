@@ -84,6 +84,7 @@ WISHES = st.fixed_dictionaries(
         "scored": st.sampled_from([None, None, 1]),
         "only": st.sampled_from([False, False, False, True]),
         "search": st.sampled_from([None, None, *EarlyStopping]),
+        "background": st.sampled_from([False, False, True]),
     }
 )
 
@@ -175,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             link=wish["link"],
             n=wish["n"],
             tenant=f"tenant-{wish['tenant']}",
+            background=wish["background"],
             scope="shared" if wish["tenant"] else "private",
             weight=1.0 + wish["tenant"],
             priority=wish["priority"],
