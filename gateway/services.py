@@ -38,7 +38,7 @@ from gateway.template_host import TemplateHost
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
-from gateway.upload_slots import UploadSlots
+from gateway.upload_slots import Slots, download_slots, upload_slots
 from gateway.upload_transfers import UploadTransfers
 from gateway.usage import UsageReader
 
@@ -73,7 +73,8 @@ class Services:
     """None: the operator has given none."""
     hub: Hub | None
     """None: the operator allows no pulls."""
-    upload_slots: UploadSlots
+    upload_slots: Slots
+    download_slots: Slots
     upload_sessions: UploadSessions
     upload_transfers: UploadTransfers
     file_store: FileStore
@@ -138,7 +139,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             usage=UsageReader(redis),
             prices=load_prices(settings.prices) if settings.prices else None,
             hub=_hub() if settings.allow_hub_pull else None,
-            upload_slots=UploadSlots(settings.uploads_per_tenant),
+            upload_slots=upload_slots(settings.uploads_per_tenant),
+            download_slots=download_slots(),
             upload_sessions=sessions,
             upload_transfers=UploadTransfers(),
             file_store=open_files(settings.store, store),

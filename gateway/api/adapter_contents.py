@@ -28,6 +28,7 @@ from gateway.api.counted import count_management
 from gateway.auth import Principal, require
 from gateway.base_shape import shape_of
 from gateway.described import described
+from gateway.downloads import Download, holding
 from gateway.errors import ApiError, invalid_request, unavailable
 from gateway.publication import model_for_uploads
 from gateway.schemas.adapter_answers import AdapterDiff, AdapterFiles
@@ -110,8 +111,9 @@ async def download_file(name: str, file: str, request: Request, caller: Caller) 
         message = f"{version.ref} has no file {file[:80]!a}. It has {', '.join(sorted(files))}."
         raise ApiError(404, message, type="invalid_request_error", code="file_not_found", param="file")
     headers = {"Content-Length": str(files[file]["bytes"]), "ETag": f'"{files[file]["sha256"]}"'}
-    chunks = services.store.chunks(version.digest, file)
-    return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
+    with holding(services.download_slots.taken(caller.tenant_id)) as held:
+        chunks = services.store.chunks(version.digest, file)
+        return Download(chunks, headers=headers, held=held.pop_all())
 
 
 async def _version(services: Services, caller: Principal, name: str, number: int | None) -> AdapterVersion:

@@ -28,6 +28,7 @@ from gateway.batches.form import IncomingForm, received_form
 from gateway.batches.pages import UnknownCursor
 from gateway.batches.upkeep import remove_file
 from gateway.described import described
+from gateway.downloads import Download, holding
 from gateway.errors import ApiError, invalid_request
 from gateway.publication import store_faults
 from gateway.schemas.batches import File, FileDeleted, FileForm, FileList
@@ -103,13 +104,12 @@ async def read_file_content(file_id: str, request: Request, caller: Caller) -> S
     """Sends what is in a file."""
     services: Services = request.app.state.services
     file = await _file(request, caller, file_id)
-    async with store_faults():
-        first = await in_store_thread(services.file_store.read, file.name, 0, min(_PIECE_BYTES, file.bytes))
-    return StreamingResponse(
-        _pieces(services.file_store, file, first),
-        media_type="application/octet-stream",
-        headers={"Content-Length": str(file.bytes)},
-    )
+    store, length = services.file_store, min(_PIECE_BYTES, file.bytes)
+    with holding(services.download_slots.taken(caller.tenant_id)) as held:
+        async with store_faults():
+            first = await in_store_thread(store.read, file.name, 0, length)
+        pieces = _pieces(store, file, first)
+        return Download(pieces, headers={"Content-Length": str(file.bytes)}, held=held.pop_all())
 
 
 @router.delete("/{file_id}")

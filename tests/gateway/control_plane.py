@@ -58,7 +58,7 @@ from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
-from gateway.upload_slots import UploadSlots
+from gateway.upload_slots import download_slots, upload_slots
 from gateway.upload_transfers import UploadTransfers
 from gateway.usage import UsageReader
 from protos.engine_pb2 import LinearModule, ModelInfo
@@ -221,7 +221,8 @@ def _services(config: GatewaySettings, redis: Redis, engines: Engines, hub: Hub 
         metrics=metrics,
         calls=CallLimits(redis, health, metrics.rejected),
         prices=load_prices(config.prices) if config.prices else None,
-        upload_slots=UploadSlots(config.uploads_per_tenant),
+        upload_slots=upload_slots(config.uploads_per_tenant),
+        download_slots=download_slots(),
         upload_sessions=UploadSessions(store.scratch, config.uploads_per_tenant),
         upload_transfers=UploadTransfers(),
         file_store=open_files(config.store, store),
