@@ -41,6 +41,10 @@ class StoreUnavailable(OSError):
     """The store cannot be reached, or refuses. One sentence, without secrets."""
 
 
+class StoreRefused(StoreUnavailable):
+    """The store refuses until its operator changes something: it does not exist, or takes no such credentials."""
+
+
 class BlobReader(Protocol):
     """What an engine needs of a store. Safe for many threads."""
 
