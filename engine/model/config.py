@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,10 @@ _REQUIRED = (
 class RopeConfig:
     """Rotary position embedding.
 
-    ``kind`` is ``default``, ``linear`` or ``llama3``. ``freq_factors``, one divisor for each frequency, is
-    how a GGUF file states a scaling that it has already worked out.
+    ``kind`` is ``default``, ``linear``, ``llama3`` or ``yarn``. ``freq_factors``, one divisor for each
+    frequency, is how a GGUF file states a scaling that it has already worked out. ``fast_rotations`` and
+    ``slow_rotations``, over the original length, are YaRN's β; its ``attention_factor`` multiplies the
+    cosines and sines.
     """
 
     theta: float
@@ -49,6 +52,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_len: int = 0
+    fast_rotations: float = 32.0
+    slow_rotations: float = 1.0
+    whole_dimensions: bool = True
+    attention_factor: float = 1.0
     freq_factors: tuple[float, ...] | None = None
 
 
@@ -169,9 +176,13 @@ def limit_context(trained: int, asked: int | None) -> int:
 def _context_length(raw: Mapping[str, Any], architecture: str) -> int:
     """Tokens of context in which full attention is what the model computes.
 
-    A sliding window makes no difference below its own length, so it only limits the context.
+    A sliding window makes no difference below its own length, so it only limits the context. YaRN is mostly
+    switched on by hand, with the length left as it was: what it stretches to is what counts.
     """
     trained = int(raw["max_position_embeddings"])
+    rope = _parse_rope(raw)
+    if rope.kind == "yarn":
+        trained = max(trained, int(rope.original_max_len * rope.factor))
     if architecture == "mistral":
         window = raw.get("sliding_window", 4096)
     else:
@@ -208,7 +219,36 @@ def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
             high_freq_factor=float(stated["high_freq_factor"]),
             original_max_len=int(stated["original_max_position_embeddings"]),
         )
-    raise UnsupportedModel(f"RoPE type {kind!r} is not supported; supported are default, linear and llama3.")
+    if kind == "yarn":
+        return _parse_yarn(stated, theta, int(raw["max_position_embeddings"]))
+    raise UnsupportedModel(
+        f"RoPE type {kind!r} is not supported; supported are default, linear, llama3 and yarn."
+    )
+
+
+def _parse_yarn(stated: Mapping[str, Any], theta: float, max_len: int) -> RopeConfig:
+    """With the defaults that transformers has."""
+    original = int(stated.get("original_max_position_embeddings") or max_len)
+    factor = float(stated.get("factor") or max_len / original)
+    attention = stated.get("attention_factor")
+    if attention is None:
+        scale, under = float(stated.get("mscale") or 0.0), float(stated.get("mscale_all_dim") or 0.0)
+        both = scale and under
+        attention = _yarn_scale(factor, scale if both else 1.0) / _yarn_scale(factor, under if both else 0.0)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_len=original,
+        fast_rotations=float(stated.get("beta_fast") or 32.0),
+        slow_rotations=float(stated.get("beta_slow") or 1.0),
+        whole_dimensions=bool(stated.get("truncate", True)),
+        attention_factor=float(attention),
+    )
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ def rope_table(config: ModelConfig, device: torch.device) -> torch.Tensor:
     """
     positions = torch.arange(config.max_model_len, dtype=torch.float32)
     angles = torch.outer(positions, _inverse_frequencies(config.rope, config.head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1) * config.rope.attention_factor
+    return table.to(device)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -28,6 +29,8 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
     return frequencies
 
 
@@ -41,3 +44,23 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     )
     blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
     return torch.where(slow, frequencies / rope.factor, torch.where(fast, frequencies, blended))
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071, §3.2): divide what turns seldom within the original length, keep what turns
+    often, and go from one to the other along the dimensions.
+    """
+    half = len(frequencies)
+
+    def dimension(rotations: float) -> float:
+        """The pair of dimensions that turns so often."""
+        turns = rope.original_max_len / (rotations * 2 * math.pi)
+        return half * math.log(turns) / math.log(rope.theta)
+
+    low, high = dimension(rope.fast_rotations), dimension(rope.slow_rotations)
+    if rope.whole_dimensions:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low if high != low else 0.001
+    divided = ((torch.arange(half, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / rope.factor * divided + frequencies * (1 - divided)

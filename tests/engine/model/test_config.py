@@ -63,6 +63,13 @@ def test_old_and_new_spelling_of_rope_agree() -> None:
     assert parse(rope_theta=500000.0, rope_scaling=None).rope.theta == 500000.0
 
 
+def test_yarn_stretches_the_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert parse(rope_scaling=yarn).max_model_len == 8192
+    assert parse(rope_scaling={**yarn, "factor": 1.5}).max_model_len == 4096
+    assert parse(rope_scaling={"rope_type": "yarn", "factor": 2.0}).max_model_len == 8192
+
+
 def test_a_sliding_window_limits_the_context() -> None:
     mistral = ["MistralForCausalLM"]
     assert parse(architectures=mistral, sliding_window=1024).max_model_len == 1024
@@ -80,7 +87,7 @@ def test_a_sliding_window_limits_the_context() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"max_model_len": 5000}, "--max-model-len 5000"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

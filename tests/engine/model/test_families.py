@@ -33,6 +33,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied": (LlamaForCausalLM, LlamaConfig, {}),
     "untied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
@@ -42,6 +43,21 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         LlamaForCausalLM,
         LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
+    ),
+    "yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN}),
+    "yarn, all options": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "rope_parameters": {
+                **YARN,
+                "beta_fast": 8.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.4,
+            }
+        },
     ),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
