@@ -42,7 +42,7 @@ class StoreUnavailable(OSError):
 
 
 class StoreRefused(StoreUnavailable):
-    """The store refuses until its operator changes something: it does not exist, or takes no such credentials."""
+    """The store refuses until its operator mends it: it does not exist, or takes no such credentials."""
 
 
 class BlobReader(Protocol):
