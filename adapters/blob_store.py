@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,10 @@ class BlobNotFound(LookupError):
 
 class StoreUnavailable(OSError):
     """The store cannot be reached, or refuses. One sentence, without secrets."""
+
+
+class CorruptBlob(StoreUnavailable):
+    """A manifest in the store cannot be read, or a file is not what its manifest says."""
 
 
 class StoreRefused(StoreUnavailable):
@@ -94,9 +98,14 @@ class Staging(Protocol):
         """Makes the staged files the blob of `digest`, with `manifest` (JSON) beside them; atomic, durable.
 
         The caller has validated the files and computed `digest` from them. The manifest gets a field `files`:
-        name → bytes and sha256. Where the store holds the digest already, nothing changes and the staged
-        files stay until the context ends; it takes as long as if there were none, so that nobody learns what
-        others have uploaded. Returns whether the blob is new.
+        name → bytes and sha256. Where the store holds the digest already, what it says of it does not change
+        and the staged files stay until the context ends; it takes as long as if there were none, so that
+        nobody learns what others have uploaded.
+
+        A blob that is damaged is whole again afterwards. The same files take the places of those that are
+        there, whatever has become of them; others, which the same adapter may be written as, take the place
+        of a blob whose manifest is damaged, or of which a file is missing or has another size. Returns
+        whether the staged files are the blob, and were not before.
         """
         ...
 
@@ -130,12 +139,18 @@ class BlobStore(Protocol):
 
     def contains(self, digest: bytes) -> bool: ...
 
+    def is_intact(self, digest: bytes) -> bool:
+        """Whether the store has the blob, and each file is what its manifest says. Reads all of them."""
+        ...
+
     def manifest(self, digest: bytes) -> dict[str, Any]:
-        """What was published beside the files. Raises `BlobNotFound`."""
+        """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
         ...
 
     def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
-        """One file of a blob, in pieces. Raises `BlobNotFound`, also when the blob has no such file."""
+        """One file of a blob, in pieces; the last of them only when all are known to be what the manifest
+        says. Raises `CorruptBlob` else, and `BlobNotFound`, also when the blob has no such file.
+        """
         ...
 
     def copy_file(self, digest: bytes, name: str, target: Path) -> None:
@@ -282,6 +297,43 @@ def check_record_path(path: str) -> str:
     if _RECORD.fullmatch(path) is None:
         raise ValueError(f"{path!a} is no path of a record")
     return path
+
+
+def parse_manifest(raw: bytes, name: str) -> dict[str, Any]:
+    """A manifest, whose `files`, if it has any, are as `describe_files` has them. Raises `CorruptBlob`, with
+    the name under which the store keeps it.
+    """
+    try:
+        manifest = json.loads(raw)
+        is_sound = isinstance(manifest, dict) and all(
+            isinstance(about["bytes"], int) and isinstance(about["sha256"], str)
+            for about in manifest.get("files", {}).values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_sound = False
+    if not is_sound:
+        raise CorruptBlob(f"The manifest {name} in the store is damaged.")
+    return manifest
+
+
+def verified(pieces: Iterable[bytes], sha256: str, fault: str) -> Iterator[bytes]:
+    """The pieces, of which the last comes only when all of them have this hash. Raises `CorruptBlob` else."""
+    sha = hashlib.sha256()
+    last = b""
+    for piece in pieces:
+        if last:
+            yield last
+        sha.update(piece)
+        last = piece
+    if sha.hexdigest() != sha256:
+        raise CorruptBlob(fault)
+    if last:
+        yield last
+
+
+def corrupt_file(digest: bytes, name: str) -> str:
+    """The fault of a file that is not what its manifest says."""
+    return f"The file {name} of adapter {digest.hex()[:12]} in the store is corrupt."
 
 
 def undamaged(raw: bytes) -> dict[str, Any]:

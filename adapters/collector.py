@@ -8,13 +8,16 @@ its version, or is of a Redis that was lost: so what a record in the store names
 
 from __future__ import annotations
 
+import logging
 from itertools import islice
 
 from adapters import lifecycle
-from adapters.blob_store import BlobStore, Trashed
+from adapters.blob_store import BlobStore, StoreUnavailable, Trashed
 from adapters.registry import Registry
 from adapters.registry.records import digests_of
 from adapters.store_threads import in_store_thread
+
+logger = logging.getLogger(__name__)
 
 _BATCH = 1000
 
@@ -52,11 +55,17 @@ async def note_orphans(registry: Registry, store: BlobStore) -> int:
 
 async def tidy(registry: Registry, store: BlobStore, *, abandoned_after_s: int, grace_s: int) -> None:
     """Clears what crashed uploads and collectors have left, and collects; writes the records that are out of
-    date. Uploads are abandoned when nobody has touched them for `abandoned_after_s` seconds.
+    date. Uploads are abandoned when nobody has touched them for `abandoned_after_s` seconds. What cannot be
+    removed from the trash is logged, and keeps nothing else in the store.
     """
     await in_store_thread(store.clean, abandoned_after_s)
     for trashed in await in_store_thread(store.trashed):
-        await _empty(registry, trashed)
+        try:
+            await _empty(registry, trashed)
+        except StoreUnavailable:
+            raise  # it would not answer for the next one, either
+        except OSError as error:
+            logger.warning("blob %s stays in the trash: %s", trashed.digest.hex()[:12], error)
     await collect(registry, store, grace_s=grace_s)
     await lifecycle.write_records(registry, store)
 

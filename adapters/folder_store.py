@@ -28,13 +28,17 @@ from adapters.blob_store import (
     MANIFEST_FILE,
     PIECE_BYTES,
     BlobNotFound,
+    CorruptBlob,
     check_present,
     check_record_path,
+    corrupt_file,
     describe_files,
     digest_named,
     hex_of,
     last_touched,
+    parse_manifest,
     undamaged,
+    verified,
 )
 
 _PURGED = ".purged"
@@ -99,14 +103,41 @@ class FolderStore:
     def discard(self, digest: bytes) -> None:
         """Nothing: there are no copies of blobs."""
 
+    def is_intact(self, digest: bytes) -> bool:
+        """Whether the blob is there, and each file is what its manifest says. Reads all of them."""
+        try:
+            for name in self.manifest(digest)["files"]:
+                for _ in self.chunks(digest, name):
+                    pass
+        except (BlobNotFound, CorruptBlob, KeyError):
+            return False
+        return True
+
     def manifest(self, digest: bytes) -> dict[str, Any]:
-        """What was published beside the files. Raises `BlobNotFound`."""
-        return json.loads((self.path(digest) / MANIFEST_FILE).read_bytes())
+        """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
+        file = self.path(digest) / MANIFEST_FILE
+        name = str(file.relative_to(self._root))
+        try:
+            return parse_manifest(file.read_bytes(), name)
+        except FileNotFoundError:
+            raise CorruptBlob(f"The manifest {name} in the store is missing.") from None
 
     def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
-        """One file of a blob, in pieces. Raises `BlobNotFound`, also when the blob has no such file."""
+        """One file of a blob, in pieces, the last when all are verified: but for blobs that were published
+        before manifests listed files.
+
+        Raises `CorruptBlob`, and `BlobNotFound`, also when the blob has no such file.
+        """
+        file = self._file(digest, name)
+        listed = self.manifest(digest).get("files", {})
+        pieces = self._pieces(digest, file)
+        if name in listed:
+            pieces = verified(pieces, listed[name]["sha256"], corrupt_file(digest, name))
+        yield from pieces
+
+    def _pieces(self, digest: bytes, path: Path) -> Iterator[bytes]:
         try:
-            with self._file(digest, name).open("rb") as file:
+            with path.open("rb") as file:
                 while piece := file.read(PIECE_BYTES):
                     yield piece
         except FileNotFoundError:
@@ -227,6 +258,30 @@ class FolderStore:
         _sync_folder(target.parent)
         return True
 
+    def _mend(self, digest: bytes, built: Path, files: Mapping[str, Any]) -> bool:
+        """Makes the blob of `digest`, which is there, whole again. `files` describes those in `built`.
+        Returns whether `built` has taken its place.
+        """
+        folder = self._folder(digest)
+        try:
+            listed = self.manifest(digest).get("files", {})
+        except (BlobNotFound, CorruptBlob):
+            listed = {}
+        if listed == files:
+            # Whoever reads meanwhile, reads the same. A look at what is there would take longer than none.
+            for name in files:
+                (built / name).rename(folder / name)
+            _sync_folder(folder)
+            return False
+        if listed and all(_has_size(folder / name, about["bytes"]) for name, about in listed.items()):
+            return False
+        while not self._move_in(built, digest):
+            aside = self._staging / secrets.token_hex(16)
+            with suppress(FileNotFoundError):  # somebody else mends it, too
+                folder.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        return True
+
 
 @dataclass(frozen=True)
 class FolderTrashed:
@@ -284,9 +339,16 @@ class FolderStaging:
                 _sync(file, os.O_RDONLY)
             built.chmod(_FOLDER_MODE)
             _sync_folder(built)
-            return self._store._move_in(built, digest)
+            return self._store._move_in(built, digest) or self._store._mend(digest, built, described["files"])
         finally:
             shutil.rmtree(built, ignore_errors=True)
+
+
+def _has_size(file: Path, nbytes: int) -> bool:
+    try:
+        return file.stat().st_size == nbytes
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

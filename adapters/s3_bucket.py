@@ -16,7 +16,8 @@ from obstore.store import S3Store as Bucket
 
 from adapters.blob_store import StoreRefused, StoreUnavailable
 
-_CLOSED_MEANWHILE = "connection was not ready"
+_CUT = ("connection was not ready", "response body error")
+_TOO_LATE = "TimedOut"
 _NO_BUCKET = "NoSuchBucket"
 _REFUSED = ("403 Forbidden", "401 Unauthorized")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -106,6 +107,12 @@ class S3Objects:
                 for item in page:
                     yield item["path"], item["last_modified"].timestamp()
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """The objects under a folder that holds few, with the bytes of each."""
+        with _clear_faults():
+            pages = obstore.list(self._small, prefix)
+            return {item["path"]: item["size"] for page in pages for item in page}
+
     def remove(self, keys: Sequence[str]) -> None:
         """Removes objects; those that are not there are no error."""
         if keys:
@@ -135,13 +142,14 @@ class S3Objects:
 
 
 def _again(call: Callable[[], T]) -> T:
-    """What the call returns. A kept connection that has been closed meanwhile is no fault that the client
-    itself tries again, as it does others.
+    """What the call returns. A kept connection that has been closed meanwhile, and an answer that is cut, are
+    no faults that the client itself tries again, as it does others.
     """
     try:
         return call()
     except BaseError as error:
-        if _CLOSED_MEANWHILE not in str(error):
+        said = str(error)
+        if _TOO_LATE in said or not any(cut in said for cut in _CUT):
             raise
         return call()
 

@@ -7,7 +7,8 @@
 
 A bucket renames nothing, so what makes a blob is its manifest, written last and only where there is none
 (a conditional put): of two uploads at once one wins, whole, and the other removes its own files. A manifest
-names the generation of its files, so files of two uploads never meet. Files are verified by the manifest's
+names the generation of its files, so files of two uploads never meet; only those that are the same to the
+byte are written over the first ones, and mend what has become of these. Files are verified by the manifest's
 hashes when they are fetched.
 """
 
@@ -31,13 +32,16 @@ from adapters.blob_store import (
     MANIFEST_FILE,
     PIECE_BYTES,
     BlobNotFound,
-    StoreUnavailable,
+    CorruptBlob,
     check_record_path,
+    corrupt_file,
     describe_files,
     digest_named,
     hex_of,
     last_touched,
+    parse_manifest,
     undamaged,
+    verified,
 )
 from adapters.s3_bucket import S3Objects
 
@@ -48,10 +52,6 @@ _ORPHANS_AFTER_S = 24 * 3600.0
 """Files without a manifest are an upload's on its way, unless they are older."""
 _ORPHANS_EVERY_S = 6 * 3600.0
 """They are looked for in the whole store, so not often."""
-
-
-class CorruptBlob(StoreUnavailable):
-    """A file of the store is not what its manifest says."""
 
 
 class S3Store:
@@ -77,24 +77,34 @@ class S3Store:
     def contains(self, digest: bytes) -> bool:
         return self.objects.get(_manifest_key(digest)) is not None
 
+    def is_intact(self, digest: bytes) -> bool:
+        """Whether the blob is there, and each file is what its manifest says. Fetches all of them."""
+        try:
+            manifest = self.manifest(digest)
+            for name in manifest["files"]:
+                for _ in self._pieces(digest, manifest, name):
+                    pass
+        except (BlobNotFound, CorruptBlob):
+            return False
+        return True
+
     def manifest(self, digest: bytes) -> dict[str, Any]:
-        """What was published beside the files. Raises `BlobNotFound`."""
-        raw = self.objects.get(_manifest_key(digest))
+        """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
+        key = _manifest_key(digest)
+        raw = self.objects.get(key)
         if raw is None:
             raise BlobNotFound(digest)
-        return json.loads(raw)
+        return _parsed(raw, key)
 
     def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
-        """One file of a blob, in pieces, verified at its end. Raises `BlobNotFound`, `CorruptBlob`."""
+        """One file of a blob, in pieces, the last when all are verified.
+
+        Raises `BlobNotFound`, `CorruptBlob`.
+        """
         manifest = self.manifest(digest)
         if name not in manifest["files"]:
             raise BlobNotFound(digest)
-        sha = hashlib.sha256()
-        for part in self._parts(digest, manifest, name):
-            sha.update(part)
-            for start in range(0, len(part), PIECE_BYTES):
-                yield bytes(part[start : start + PIECE_BYTES])
-        _check_hash(digest, manifest, name, sha.hexdigest())
+        yield from self._pieces(digest, manifest, name)
 
     def copy_file(self, digest: bytes, name: str, target: Path) -> None:
         """Fetches one file of a blob to `target`, verified. Raises `BlobNotFound`, `CorruptBlob`."""
@@ -192,7 +202,10 @@ class S3Store:
             if name in in_trash or (name in published and len(of_blob) == 1):
                 continue
             digest = bytes.fromhex(name)
-            current = self._generation(digest)
+            try:
+                current = self._generation(digest)
+            except CorruptBlob:  # it may name any of them
+                continue
             for generation, written in of_blob.items():
                 if written < limit and generation != current:
                     self.objects.remove(self.keys_of(digest, generation))
@@ -200,8 +213,28 @@ class S3Store:
         return orphans
 
     def _generation(self, digest: bytes) -> str | None:
-        raw = self.objects.get(_manifest_key(digest))
-        return json.loads(raw)[_GENERATION] if raw is not None else None
+        """The generation of a blob's files; None where there is no blob. Raises `CorruptBlob`."""
+        try:
+            return self.manifest(digest)[_GENERATION]
+        except BlobNotFound:
+            return None
+
+    def _readable(self, digest: bytes) -> dict[str, Any]:
+        """The manifest, or nothing where there is none that can be read."""
+        try:
+            return self.manifest(digest)
+        except (BlobNotFound, CorruptBlob):
+            return {}
+
+    def _has_all(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
+        """Whether every file of a manifest that can be read is there, with its size."""
+        if not manifest:
+            return False
+        folder = f"{_blob_key(digest)}/{manifest[_GENERATION]}"
+        sizes = self.objects.sizes(folder)
+        return all(
+            sizes.get(f"{folder}/{name}") == about["bytes"] for name, about in manifest["files"].items()
+        )
 
     def _fetch_file(self, digest: bytes, manifest: Mapping[str, Any], name: str, target: Path) -> None:
         if name not in manifest["files"]:
@@ -213,7 +246,16 @@ class S3Store:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        _check_hash(digest, manifest, name, sha.hexdigest())
+        if sha.hexdigest() != manifest["files"][name]["sha256"]:
+            raise CorruptBlob(corrupt_file(digest, name))
+
+    def _pieces(self, digest: bytes, manifest: Mapping[str, Any], name: str) -> Iterator[bytes]:
+        pieces = (
+            bytes(part[start : start + PIECE_BYTES])
+            for part in self._parts(digest, manifest, name)
+            for start in range(0, len(part), PIECE_BYTES)
+        )
+        yield from verified(pieces, manifest["files"][name]["sha256"], corrupt_file(digest, name))
 
     def _parts(self, digest: bytes, manifest: Mapping[str, Any], name: str) -> Iterator[memoryview]:
         key = f"{_blob_key(digest)}/{manifest[_GENERATION]}/{name}"
@@ -241,9 +283,10 @@ class S3Trashed:
         """Frees its room; after `restore`, only what was not needed."""
         raw = self._store.objects.get(self._key)
         if raw is not None:
-            generation = json.loads(raw)[_GENERATION]
-            if self._store._generation(self.digest) != generation:
-                self._store.objects.remove(self._store.keys_of(self.digest, generation))
+            with suppress(CorruptBlob):  # nobody knows what it named, so `clean` finds that
+                generation = _parsed(raw, self._key)[_GENERATION]
+                if self._store._generation(self.digest) != generation:
+                    self._store.objects.remove(self._store.keys_of(self.digest, generation))
             self._store.objects.remove([self._key])
 
 
@@ -269,27 +312,33 @@ class S3Staging:
 
     def publish(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
         """Makes the staged files the blob of `digest`, with `manifest` beside them; see `Staging`."""
-        generation = secrets.token_hex(8)
-        described = {
-            **manifest,
-            _GENERATION: generation,
-            "files": describe_files(self.path, self.hashes),
-        }
-        written = False
-        try:
-            for name in described["files"]:
-                self._store.objects.put_file(f"{_blob_key(digest)}/{generation}/{name}", self.path / name)
-            raw = json.dumps(described, indent=2, sort_keys=True).encode()
-            # Where an answer was lost, the retry is refused by the manifest that the first try has written.
-            written = (
-                self._store.objects.put(_manifest_key(digest), raw, create=True)
-                or self._store._generation(digest) == generation
-            )
-            return written
-        finally:
-            if not written:
-                with suppress(StoreUnavailable):  # then `clean` does it
-                    self._store.objects.remove(self._store.keys_of(digest, generation))
+        store, files = self._store, describe_files(self.path, self.hashes)
+        described = store._readable(digest)
+        is_same = described.get("files") == files
+        if not is_same:
+            described = {**manifest, _GENERATION: secrets.token_hex(8), "files": files}
+        generation = described[_GENERATION]
+        # What fails from here on leaves files that `clean` removes: to do so here may take as long to fail.
+        for name in files:
+            store.objects.put_file(f"{_blob_key(digest)}/{generation}/{name}", self.path / name)
+        is_named = self._put_manifest(digest, described)
+        if not is_named:
+            store.objects.remove(store.keys_of(digest, generation))
+        return is_named and not is_same
+
+    def _put_manifest(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
+        """Writes it where there is none, or one whose files are not all there. Returns whether it, or one of
+        the same generation, is there now.
+        """
+        store, key = self._store, _manifest_key(digest)
+        raw = json.dumps(manifest, indent=2, sort_keys=True).encode()
+        if store.objects.put(key, raw, create=True):
+            return True
+        found = store._readable(digest)
+        # Where an answer was lost, the retry is refused by the manifest that the first try has written.
+        if found.get(_GENERATION) == manifest[_GENERATION]:
+            return True
+        return not store._has_all(digest, found) and store.objects.put(key, raw)
 
 
 def _blob_key(digest: bytes) -> str:
@@ -305,9 +354,13 @@ def _record_key(path: str) -> str:
     return f"records/{check_record_path(path)}{_JSON}"
 
 
-def _check_hash(digest: bytes, manifest: Mapping[str, Any], name: str, found: str) -> None:
-    if found != manifest["files"][name]["sha256"]:
-        raise CorruptBlob(f"The file {name} of adapter {digest.hex()[:12]} in the store is corrupt.")
+def _parsed(raw: bytes, key: str) -> dict[str, Any]:
+    """A manifest, which lists its files and says where they are. Raises `CorruptBlob`."""
+    manifest = parse_manifest(raw, key)
+    generation = manifest.get(_GENERATION)
+    if "files" not in manifest or not isinstance(generation, str) or not generation.isalnum():
+        raise CorruptBlob(f"The manifest {key} in the store is damaged.")
+    return manifest
 
 
 def _parts_of(key: str) -> tuple[str, list[str]]:

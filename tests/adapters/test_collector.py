@@ -12,10 +12,12 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters import lifecycle
-from adapters.blob_store import BlobStore, open_store
+from adapters.blob_store import MANIFEST_FILE, BlobStore, Trashed, open_store
 from adapters.collector import collect, note_orphans, tidy
+from adapters.folder_store import FolderStore
 from adapters.registry import AdapterNotFound, AdapterVersion, Registry
 from adapters.registry.scripts import key
+from adapters.s3_store import S3Store
 from adapters.validation import AdapterSummary
 from tests.s3_server import BUCKET
 
@@ -228,3 +230,47 @@ async def test_what_a_collector_that_died_left_in_the_trash(registry: Registry, 
     assert store.withdraw(gone.digest) is not None
     await tidy(registry, store, abandoned_after_s=3600, grace_s=3600)
     assert list(store.digests()) == [kept.digest] and store.trashed() == []
+
+
+async def test_a_manifest_that_cannot_be_read_keeps_nothing_else_in_the_store(
+    registry: Registry, store: BlobStore
+) -> None:
+    damaged, gone = await upload(registry, store, "damaged", 1), await upload(registry, store, "gone", 2)
+    if isinstance(store, FolderStore):
+        (store.path(damaged.digest) / MANIFEST_FILE).write_bytes(b"{")
+    elif isinstance(store, S3Store):
+        [key] = [
+            key
+            for key, _ in store.objects.list_keys("sha256")
+            if key.endswith(f"{damaged.digest.hex()}/{MANIFEST_FILE}")
+        ]
+        store.objects.put(key, b"{")
+    for name in ("damaged", "gone"):
+        await delete(registry, store, name)
+    assert store.withdraw(damaged.digest) is not None  # by a collector that died
+    await tidy(registry, store, abandoned_after_s=3600, grace_s=0)
+    assert list(store.digests()) == [] and store.trashed() == []
+    again = await upload(registry, store, "damaged", 1)
+    assert store.is_intact(again.digest) and not store.contains(gone.digest)
+
+
+async def test_what_cannot_be_removed_keeps_nothing_else_in_the_store(
+    registry: Registry, store: BlobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = await upload(registry, store, "stuck", 1)
+    await upload(registry, store, "gone", 2)
+    for name in ("stuck", "gone"):
+        await delete(registry, store, name)
+    trashed = store.withdraw(stuck.digest)
+    assert trashed is not None
+    purge = type(trashed).purge
+
+    def purge_others(self: Trashed) -> None:
+        if self.digest == stuck.digest:
+            raise PermissionError("as for a folder of another user")
+        purge(self)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(trashed), "purge", purge_others)
+    await tidy(registry, store, abandoned_after_s=3600, grace_s=0)
+    assert f"blob {stuck.digest.hex()[:12]} stays in the trash" in caplog.text
+    assert list(store.digests()) == [] and [item.digest for item in store.trashed()] == [stuck.digest]

@@ -12,9 +12,9 @@ import pytest
 from obstore.store import S3Store as Bucket
 
 from adapters import s3_bucket, s3_store
-from adapters.blob_store import StoreUnavailable, open_store, read_file
+from adapters.blob_store import CorruptBlob, StoreUnavailable, open_store, read_file
 from adapters.s3_bucket import S3Objects
-from adapters.s3_store import CorruptBlob, S3Store
+from adapters.s3_store import S3Store
 from tests.s3_server import BUCKET, S3Server
 
 DIGEST = hashlib.sha256(b"one").digest()
