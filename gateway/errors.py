@@ -173,7 +173,7 @@ def install_error_handling(app: FastAPI) -> None:
 
 
 class ErrorBoundary:
-    """ASGI middleware: gives each response an `x-request-id`, and answers 500 for what nobody caught.
+    """ASGI middleware: counts responses, gives each an `x-request-id`, and answers 500 for what none caught.
 
     The client learns nothing of the fault but the id; the log holds the traceback under the same id.
     """
@@ -195,6 +195,7 @@ class ErrorBoundary:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] += id_headers(scope)
+                count_response(scope, message["status"])
             await send(message)
 
         try:
@@ -212,6 +213,11 @@ def id_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     if speaks_messages(scope["path"]):
         headers.append((_ANTHROPIC_REQUEST_ID_HEADER, request_id))
     return headers
+
+
+def count_response(scope: Scope, status: int) -> None:
+    """Counts an answer that begins now."""
+    scope["app"].state.services.metrics.responded(scope["path"], status)
 
 
 def internal_error(scope: Scope) -> ApiError:

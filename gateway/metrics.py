@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from prometheus_client.registry import Collector
 
 from gateway.exposition import Buckets, Exposition, label_text
 from gateway.request_series import RequestSeries, Series
+
+_WATCHERS = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestMetrics:
@@ -67,9 +70,10 @@ class Metrics:
         for other in others:
             self._registry.register(other)
         self._requests = RequestSeries(labels)
-        self.engines_ready = Gauge(
-            "loraplex_engines_ready", "Engines that can take requests.", registry=self._registry
-        )
+        self.engines_ready = self._gauge("loraplex_engines_ready", "Engines that can take requests.")
+        self.redis_up = self._gauge("loraplex_redis_up", "Whether Redis answers: 1 or 0.")
+        self.store_up = self._gauge("loraplex_store_up", "Whether the store answers: 1 or 0.")
+        self._responses = Counter({2: 0, 4: 0, 5: 0})  # by the first digit of their status
 
     def request(self, tenant: str, adapter: str, route: str) -> RequestMetrics:
         """Returns where a request that is about to begin is counted; `adapter` is "" for the base model."""
@@ -79,6 +83,14 @@ class Metrics:
         """Counts a request that was refused because of a limit of this name."""
         self._requests.use(tenant, adapter, 1).rejections[limit] += 1
 
+    def responded(self, path: str, status: int) -> None:
+        """Counts the beginning of an answer, unless it is to those who watch this gateway."""
+        if path not in _WATCHERS:
+            self._responses[status // 100] += 1
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, registry=self._registry)
+
     def render(self) -> bytes:
         """Returns the text that Prometheus reads."""
         text = Exposition()
@@ -87,6 +99,9 @@ class Metrics:
             (label_text(tenant=tenant, adapter=adapter), series)
             for (tenant, adapter), series in self._requests.named()
         ]
+        text.family("loraplex_http_responses", "counter", "Answers by the class of their status.")
+        for first, count in self._responses.items():
+            text.sample(label_text(**{"class": f"{first}xx"}), count)
         for family in REQUEST_FAMILIES:
             text.family(f"loraplex_{family.name}", family.kind, family.documentation)
             family.write(text, "", total)

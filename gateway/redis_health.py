@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -23,17 +24,24 @@ class RedisHealth:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._is_away = False
+        self._silent_since = 0.0  # time.monotonic(), while there is a probe
         self._probe: asyncio.Task[None] | None = None
 
     @property
     def is_away(self) -> bool:
         """Whether a call has failed, and none has been answered since."""
-        return self._probe is not None
+        return self._is_away
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it is known to have answered nothing; 0 while it answers."""
+        return time.monotonic() - self._silent_since if self._probe is not None else 0.0
 
     def failed(self) -> None:
         """A call was not answered."""
-        if self._probe is None:
-            self._probe = tasks.start(self._until_it_answers(), "probe of Redis")
+        self._is_away = True
+        self._watch()
 
     async def close(self) -> None:
         """Ends the pings."""
@@ -42,14 +50,25 @@ class RedisHealth:
 
     async def answers(self) -> bool:
         """Pings it, and says whether an answer came at once."""
+        is_there = await self._ping()
+        if not is_there:
+            self._watch()
+        return is_there
+
+    def _watch(self) -> None:
+        if self._probe is None:
+            self._silent_since = time.monotonic()
+            self._probe = tasks.start(self._until_it_answers(), "probe of Redis")
+
+    async def _until_it_answers(self) -> None:
+        while not await self._ping():
+            await asyncio.sleep(_PAUSE_S)
+        self._probe, self._is_away = None, False
+
+    async def _ping(self) -> bool:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._redis.ping()
         except (RedisError, OSError, TimeoutError):
             return False
         return True
-
-    async def _until_it_answers(self) -> None:
-        while not await self.answers():
-            await asyncio.sleep(_PAUSE_S)
-        self._probe = None

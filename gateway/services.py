@@ -34,6 +34,7 @@ from gateway.redis_client import connect
 from gateway.redis_health import RedisHealth
 from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
+from gateway.store_health import StoreHealth
 from gateway.template_host import TemplateHost
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
@@ -59,6 +60,7 @@ class Services:
     audit: Audit
     registry: Registry
     store: BlobStore
+    store_health: StoreHealth
     engines: EngineFleet
     tokenizers: Tokenizers
     own_tokenizers: OwnTokenizers
@@ -98,7 +100,8 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         authenticator = _authenticator(redis, health, settings)
         registry, store = Registry(redis), open_store(settings.store, settings.store_cache)
         known_adapters = KnownAdapters(redis, registry, health)
-        await _run_in(stack, authenticator, known_adapters)
+        store_health = StoreHealth(store)
+        await _run_in(stack, authenticator, known_adapters, store_health)
         sessions = UploadSessions(store.scratch, settings.uploads_per_tenant)
         await stack.enter_async_context(
             housekeeping(registry, store, sessions, grace_s=settings.store_grace_s)
@@ -127,6 +130,7 @@ async def open_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             audit=audit,
             registry=registry,
             store=store,
+            store_health=store_health,
             engines=engines,
             tokenizers=tokenizers,
             own_tokenizers=OwnTokenizers(tokenizers, partial(read_file, store)),
@@ -166,7 +170,7 @@ class _Follower(Protocol):
 
 
 async def _run_in(stack: AsyncExitStack, *followers: _Follower) -> None:
-    """Starts what follows Redis, and has the stack end it."""
+    """Starts what follows Redis or the store, and has the stack end it."""
     for follower in followers:
         await follower.start()
         stack.push_async_callback(follower.close)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import id_headers
+from gateway.errors import count_response, id_headers
 
 EXTENSION = "loraplex.whole_answers"
 """The extension of a scope whose `send` is a SendWhole, where the server is ours."""
@@ -31,5 +31,6 @@ class WholeAnswer(Response):
             headers = self.raw_headers + id_headers(scope)
             lines = b"".join([b"%b: %b\r\n" % header for header in headers])
             if extension["send"](scope, lines, self.body):
+                count_response(scope, 200)
                 return
         await super().__call__(scope, receive, send)

@@ -33,6 +33,7 @@ def samples() -> dict[str, Labels]:
     request.begin()
     request.end("completed", input_tokens=1, cached_tokens=1, output_tokens=1)
     metrics.rejected("acme", "sql", "requests_per_minute")
+    metrics.responded("/v1/models", 200)
     families = text_string_to_metric_families(metrics.render().decode())
     return {
         sample.name: frozenset(sample.labels) - {"le"} for family in families for sample in family.samples
@@ -76,5 +77,6 @@ def test_alerts_and_queries_ask_for_what_is_there(samples: dict[str, Labels]) ->
         assert set(re.findall(r"(\w+)=", selector)) <= samples[name], name
         for word in re.findall(r'outcome=~?"([\w|]+)"', selector):
             assert set(word.split("|")) <= set(Outcome), word
+        assert set(re.findall(r'class="(\w+)"', selector)) <= {"2xx", "4xx", "5xx"}, selector
     for by in re.findall(r"\b(?:sum|max) by \(([\w, ]+)\)", PAGE):
         assert set(by.split(", ")) <= frozenset().union(*samples.values()) | {"le"}, by
