@@ -76,6 +76,12 @@ def test_blocks_without_a_hash_are_given_out_before_cached_ones() -> None:
     assert pool.lookup([key(0)]) == cached
 
 
+def test_a_pool_without_blocks_is_refused() -> None:
+    assert BlockPool(1).num_idle == 1
+    with pytest.raises(ValueError, match="at least one block, not 0"):
+        BlockPool(0)
+
+
 def test_allocate_gives_all_or_nothing() -> None:
     pool = BlockPool(2)
     assert pool.allocate(3) is None

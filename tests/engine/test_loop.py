@@ -177,6 +177,8 @@ def test_a_draw_that_waited_and_fails_ends_its_own_requests(monkeypatch: pytest.
     """With a step under way what a grammar allows is asked for after that has been taken in."""
     engine, news = make_engine(), LinkOutput()
     failures = iter([RuntimeError("once")])
+    planned: list[int] = []
+    engine.runner.before = lambda plan: planned.extend(row.seq_id for row in plan.rows)
 
     def draw(_: PendingResult) -> None:
         for error in failures:
@@ -192,6 +194,7 @@ def test_a_draw_that_waited_and_fails_ends_its_own_requests(monkeypatch: pytest.
     assert first.reason.name == "ERROR" and "failed: RuntimeError" in first.error
     assert (second.request_id, second.reason.name) == (2, "LENGTH")
     assert news.request_ids.count(1) == 1, "what came before was told"
+    assert planned.count(1) == 2, "and nothing was planned upon it"
     engine.check_all_free()
     engine.close()
 

@@ -169,19 +169,20 @@ def test_small_cold_adapters_do_not_take_the_pages_that_a_large_one_waits_for() 
     engine.close()
 
 
-def test_a_claim_ends_with_the_last_who_wanted_it() -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_claim_ends_with_the_last_who_wanted_it(background: bool) -> None:
     engine = make_engine(num_pages=1)
     engine.store.add("a", 16)
     engine.store.add("b", 16)
-    engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=100))
+    engine.scheduler.add(make_request(5, request_id=1, adapter="a", max_tokens=100, background=background))
     step_until(engine, 1)
-    engine.scheduler.add(make_request(5, request_id=2, adapter="b"))
+    engine.scheduler.add(make_request(5, request_id=2, adapter="b", background=background))
     for _ in range(5):
         engine.step()
         engine.wait_for_loads()
     engine.scheduler.abort("link", 2)
-    engine.scheduler.add(make_request(5, request_id=3, adapter="a"))
-    assert step_until(engine, 3) == 1
+    engine.scheduler.add(make_request(5, request_id=3, adapter="a", max_tokens=300, background=background))
+    assert step_until(engine, 3) == 1, "though it will use `a` for longer than the one that runs"
     engine.run()
     engine.check_all_free()
     engine.close()

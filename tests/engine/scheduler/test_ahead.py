@@ -149,16 +149,18 @@ def test_pinned_adapters_come_by_themselves_and_stay() -> None:
 
 
 def test_pins_beyond_half_of_the_pages_are_kept_in_host_memory() -> None:
+    """Before those that are on the device anyway, though it is the larger one, which would go first."""
     engine = make_engine(num_pages=4, host_bytes=350)
-    digests = sorted(engine.store.add(f"p{number}", 16) for number in range(3))
+    digests = [engine.store.add(f"p{number}", rank) for number, rank in enumerate((16, 16, 48))]
     engine.gate.pin(frozenset(digests))
     settle(engine)
     assert [engine.gate.status(digest).is_pinned for digest in digests] == [True, True, False]
     for number in range(5):
-        engine.store.add(f"a{number}", 32)
+        engine.store.add(f"a{number}", 32, nbytes=200)
         engine.scheduler.add(make_request(5, request_id=number, adapter=f"a{number}"))
         engine.run()
-    assert engine.tiers.has(digests[2])
+    assert engine.tiers.has(digests[2]) and not engine.tiers.has(digests[0])
+    assert engine.store.reads.count(digests[2]) == 1
     engine.close()
 
 

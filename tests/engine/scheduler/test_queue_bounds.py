@@ -26,7 +26,9 @@ def test_a_tenant_may_hold_as_many_places_as_it_leaves_free() -> None:
     assert refusal(bounds, "b", 1, waiting=10, held=0) is Refusal.QUEUE_FULL
     assert refusal(bounds, "a", 6, waiting=5, held=5) is Refusal.TENANT_QUEUE_FULL, "its own flood"
     assert refusal(bounds, "a", 6, waiting=5, held=2) is Refusal.QUEUE_FULL, "mostly others'"
-    assert bounds.figures() == {"refused_queue": 2, "refused_tenant_queue": 3}
+    assert refusal(bounds, "a", 10, waiting=1, held=1) is Refusal.TENANT_QUEUE_FULL
+    assert refusal(bounds, "a", 11, waiting=0, held=0) is Refusal.QUEUE_FULL, "nothing of it is here"
+    assert bounds.figures() == {"refused_queue": 3, "refused_tenant_queue": 4}
 
 
 def test_an_idle_engine_takes_as_many_choices_as_it_says() -> None:

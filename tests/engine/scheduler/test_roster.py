@@ -21,3 +21,12 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten_and_no_others() -> 
     assert roster.take_overdue(DAY_S - 50) == [seq for [seq] in reversed(stays[50:])]
     assert roster.take_overdue(2 * DAY_S) == [seq for [seq] in reversed(stays[:50])]
     assert roster.next_deadline is None
+
+
+def test_the_deadline_of_a_request_that_has_ended_is_not_that_of_the_next_with_its_id() -> None:
+    roster = Roster()
+    [ended] = roster.enlist(make_request(4, request_id=1, deadline=10.0))
+    roster.strike(ended)
+    [seq] = roster.enlist(make_request(4, request_id=1, deadline=100.0))
+    assert roster.take_overdue(50.0) == []
+    assert roster.take_overdue(100.0) == [seq]
