@@ -58,6 +58,13 @@ class RopeConfig:
     attention_factor: float = 1.0
     freq_factors: tuple[float, ...] | None = None
 
+    def stretched(self, trained: int) -> int:
+        """The context length that it makes of the one that a model states.
+
+        YaRN is mostly switched on by hand, with that left as it was: what it stretches to is what counts.
+        """
+        return max(trained, int(self.original_max_len * self.factor)) if self.kind == "yarn" else trained
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -176,13 +183,9 @@ def limit_context(trained: int, asked: int | None) -> int:
 def _context_length(raw: Mapping[str, Any], architecture: str) -> int:
     """Tokens of context in which full attention is what the model computes.
 
-    A sliding window makes no difference below its own length, so it only limits the context. YaRN is mostly
-    switched on by hand, with the length left as it was: what it stretches to is what counts.
+    A sliding window makes no difference below its own length, so it only limits the context.
     """
-    trained = int(raw["max_position_embeddings"])
-    rope = _parse_rope(raw)
-    if rope.kind == "yarn":
-        trained = max(trained, int(rope.original_max_len * rope.factor))
+    trained = _parse_rope(raw).stretched(int(raw["max_position_embeddings"]))
     if architecture == "mistral":
         window = raw.get("sliding_window", 4096)
     else:
@@ -220,14 +223,14 @@ def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
             original_max_len=int(stated["original_max_position_embeddings"]),
         )
     if kind == "yarn":
-        return _parse_yarn(stated, theta, int(raw["max_position_embeddings"]))
+        return parse_yarn(stated, theta, int(raw["max_position_embeddings"]))
     raise UnsupportedModel(
         f"RoPE type {kind!r} is not supported; supported are default, linear, llama3 and yarn."
     )
 
 
-def _parse_yarn(stated: Mapping[str, Any], theta: float, max_len: int) -> RopeConfig:
-    """With the defaults that transformers has."""
+def parse_yarn(stated: Mapping[str, Any], theta: float, max_len: int) -> RopeConfig:
+    """Read the options of YaRN, as transformers names them, with its defaults."""
     original = int(stated.get("original_max_position_embeddings") or max_len)
     factor = float(stated.get("factor") or max_len / original)
     attention = stated.get("attention_factor")

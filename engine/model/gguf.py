@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.config import ModelConfig, RopeConfig, known_tokens, limit_context
+from engine.model.config import ModelConfig, RopeConfig, known_tokens, limit_context, parse_yarn
 from engine.model.errors import ModelNotAvailable, UnsupportedModel
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -219,7 +219,8 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
         if file.has(name) and (architecture, projection) != ("qwen2", "q_proj"):
             raise UnsupportedModel(f"A bias on {projection} is not supported in a GGUF {architecture} model.")
     heads = int(file.field("attention.head_count"))
-    trained = int(file.field("context_length"))
+    rope = _parse_rope(file)
+    trained = rope.stretched(int(file.field("context_length")))
     # Within its window, sliding attention is full attention.
     trained = min(trained, int(file.field("attention.sliding_window", trained)))
     hidden = int(file.field("embedding_length"))
@@ -237,7 +238,7 @@ def parse_gguf_config(file: GgufFile, *, max_model_len: int | None) -> ModelConf
         head_dim=head_dim,
         max_model_len=limit_context(trained, max_model_len),
         rms_norm_eps=float(file.field("attention.layer_norm_rms_epsilon")),
-        rope=_parse_rope(file),
+        rope=rope,
         tie_word_embeddings=not file.has("lm_head.weight"),
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
@@ -255,6 +256,13 @@ def _parse_rope(file: GgufFile) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, "linear", factor=float(file.field("rope.scaling.factor")))
+    if kind == "yarn":
+        length = int(file.field("context_length"))
+        stated = {
+            "factor": file.field("rope.scaling.factor"),
+            "original_max_position_embeddings": file.field("rope.scaling.original_context_length", length),
+        }
+        return parse_yarn(stated, theta, length)
     raise UnsupportedModel(f"RoPE scaling {kind!r} of this GGUF file is not supported.")
 
 

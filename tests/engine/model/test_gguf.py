@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from engine.model.gguf import GgufFile, parse_gguf_config
 from engine.model.loading import ModelNotAvailable, UnsupportedModel, load_model
-from tests.engine.model.test_families import LLAMA3_ROPE, last_logits
+from tests.engine.model.test_families import LLAMA3_ROPE, YARN, last_logits
 from tests.model_zoo import TINY_LLAMA, save_tiny_model
 
 NAMES = {
@@ -53,6 +53,7 @@ def write_gguf(
     architecture: str,
     *,
     rope_factors: np.ndarray | None = None,
+    yarn: dict[str, Any] | None = None,
     fields: dict[str, str] | None = None,
 ) -> None:
     writer = gguf.GGUFWriter(path, architecture)
@@ -71,6 +72,10 @@ def write_gguf(
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
+    if yarn is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn["factor"])
+        writer.add_rope_scaling_orig_ctx_len(yarn["original_max_position_embeddings"])
     for name, value in (fields or {}).items():
         writer.add_string(name, value)
     for name, tensor in model.state_dict().items():
@@ -96,9 +101,9 @@ def llama3_factors(model: Any) -> np.ndarray:
     return ((10000.0**-exponents) / model.model.rotary_emb.inv_freq).numpy()
 
 
-@pytest.mark.parametrize("variant", ["tied", "untied", "rope factors", "qwen2"])
+@pytest.mark.parametrize("variant", ["tied", "untied", "rope factors", "yarn", "qwen2"])
 def test_logits_equal_the_model_that_was_written(variant: str, tmp_path: Path) -> None:
-    factors = None
+    factors, yarn = None, None
     architecture = "llama"
     if variant == "qwen2":
         architecture = "qwen2"
@@ -108,10 +113,13 @@ def test_logits_equal_the_model_that_was_written(variant: str, tmp_path: Path) -
     elif variant == "rope factors":
         expected_model = save_tiny_model(tmp_path / "hf", rope_parameters=LLAMA3_ROPE)
         factors = llama3_factors(expected_model)
+    elif variant == "yarn":
+        yarn = YARN
+        expected_model = save_tiny_model(tmp_path / "hf", rope_parameters=yarn)
     else:
         expected_model = save_tiny_model(tmp_path / "hf", tie_word_embeddings=variant == "tied")
     path = tmp_path / "model.gguf"
-    write_gguf(path, expected_model, architecture, rope_factors=factors)
+    write_gguf(path, expected_model, architecture, rope_factors=factors, yarn=yarn)
     model = load_model(str(path), dtype="float32", device="cpu", max_model_len=None)
     prompt = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -126,8 +134,8 @@ def test_unknown_architecture_and_rope_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", model, "gemma3")
     with pytest.raises(UnsupportedModel, match="gemma3"):
         parse_gguf_config(GgufFile(tmp_path / "a.gguf"), max_model_len=None)
-    write_gguf(tmp_path / "b.gguf", model, "llama", fields={"llama.rope.scaling.type": "yarn"})
-    with pytest.raises(UnsupportedModel, match="yarn"):
+    write_gguf(tmp_path / "b.gguf", model, "llama", fields={"llama.rope.scaling.type": "longrope"})
+    with pytest.raises(UnsupportedModel, match="longrope"):
         parse_gguf_config(GgufFile(tmp_path / "b.gguf"), max_model_len=None)
 
 
