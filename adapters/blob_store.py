@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +147,7 @@ class BlobStore(Protocol):
         """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
         ...
 
-    def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
+    def chunks(self, digest: bytes, name: str) -> Generator[bytes, None, None]:
         """One file of a blob, in pieces; the last of them only when all are known to be what the manifest
         says. Raises `CorruptBlob` else, and `BlobNotFound`, also when the blob has no such file.
         """

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +122,7 @@ class FolderStore:
         except FileNotFoundError:
             raise CorruptBlob(f"The manifest {name} in the store is missing.") from None
 
-    def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
+    def chunks(self, digest: bytes, name: str) -> Generator[bytes, None, None]:
         """One file of a blob, in pieces, the last when all are verified: but for blobs that were published
         before manifests listed files.
 

@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class S3Store:
             raise BlobNotFound(digest)
         return _parsed(raw, key)
 
-    def chunks(self, digest: bytes, name: str) -> Iterator[bytes]:
+    def chunks(self, digest: bytes, name: str) -> Generator[bytes, None, None]:
         """One file of a blob, in pieces, the last when all are verified.
 
         Raises `BlobNotFound`, `CorruptBlob`.

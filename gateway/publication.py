@@ -113,8 +113,9 @@ async def publish_known(
 ) -> AdapterVersion | None:
     """Makes files that this tenant has uploaded before, and still has a version of, another version.
 
-    None: the files have to be sent, as they have where the store has lost them. What other tenants have makes
-    no difference, nor does it take longer.
+    None: the files have to be sent, as they have where the store has lost or damaged them. What other tenants
+    have makes no difference, nor does it take longer. Raises ApiError 429 where the tenant has no upload slot
+    left, since all files are read.
     """
     known = KnownUploads(services.redis, info.digest)
     summary = await known.find(caller.tenant_id, hashes, allow_zero=options.allow_zero)
@@ -123,9 +124,10 @@ async def publish_known(
     async with services.registry.references.reserved(summary.digest):
         if not await services.registry.tenant_refers(caller.tenant_id, summary.digest):
             return None
-        async with store_faults():
-            if not await in_store_thread(services.store.contains, summary.digest):
-                return None
+        with services.upload_slots.taken(caller.tenant_id):
+            async with store_faults():
+                if not await in_store_thread(services.store.is_intact, summary.digest):
+                    return None
         await lifecycle.recall(services.registry, services.store, caller.tenant_id, options.name)
         version = await services.registry.add_version(
             caller.tenant_id,

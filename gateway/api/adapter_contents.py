@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,7 +114,9 @@ async def download_file(name: str, file: str, request: Request, caller: Caller) 
     headers = {"Content-Length": str(files[file]["bytes"]), "ETag": f'"{files[file]["sha256"]}"'}
     with holding(services.download_slots.taken(caller.tenant_id)) as held:
         chunks = services.store.chunks(version.digest, file)
-        return Download(chunks, headers=headers, held=held.pop_all())
+        async with _present(version):
+            first = await in_store_thread(next, chunks, b"")
+        return Download(_pieces(first, chunks), headers=headers, held=held.pop_all())
 
 
 async def _version(services: Services, caller: Principal, name: str, number: int | None) -> AdapterVersion:
@@ -155,6 +158,23 @@ async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
         logger.error("the files of %s cannot be read: %s", refs, error)
         message = f"The files of {refs} cannot be read at the moment. Try again later, or tell your operator."
         raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
+
+
+async def _pieces(first: bytes, others: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
+    """The pieces of a file, of which one has been read, up to the end or an empty one."""
+    try:
+        piece = first
+        while piece:
+            yield piece
+            piece = await in_store_thread(next, others, b"")
+    finally:
+        # It waits for what it has begun to fetch, also when the client has gone.
+        await asyncio.shield(in_store_thread(_close, others))
+
+
+def _close(pieces: Generator[bytes, None, None]) -> None:
+    with suppress(ValueError):  # one is being read in another thread, with which they end
+        pieces.close()
 
 
 def _files(store: BlobStore, digest: bytes) -> _Files:
