@@ -29,6 +29,9 @@ class S3Server:
         """Bytes of an answer or a request, from now on, after which its connection is cut, once."""
         self.is_away = False
         """Connections are closed at once."""
+        self.goes_on = threading.Event()
+        """While it is not set, requests wait, and so do answers."""
+        self.goes_on.set()
         self.num_refused = 0
         """Connections that were closed at once."""
         self._guard = threading.Lock()
@@ -48,6 +51,7 @@ class S3Server:
     def reset(self) -> None:
         """Forgets everything, and makes the bucket anew."""
         self.cut_after, self.is_away, self.num_refused = None, False, 0
+        self.goes_on.set()
         for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
             request = urllib.request.Request(f"http://127.0.0.1:{self._upstream}{path}", method=method)
             urllib.request.urlopen(request).close()
@@ -79,6 +83,7 @@ class S3Server:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         with closing(source), closing(target), suppress(OSError):
             while data := source.recv(1 << 16):
+                self.goes_on.wait()
                 if self.is_away or self._cuts(len(data)):
                     break
                 target.sendall(data)

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _STARTED_POLL_S = 0.02
+_CHECK_S = 5.0
 _SHUTDOWN_S = 10
 
 
@@ -117,7 +118,7 @@ def _open_store(settings: GatewaySettings) -> BlobStore:
 
 async def _serve(settings: GatewaySettings, store: BlobStore) -> None:
     """Serves until a signal ends it; streams get a while to finish. With a store that is not that of this
-    Redis it ends at once, or when Redis is there to say so.
+    Redis, or refuses, it ends at once, or when that is known.
     """
     import uvicorn
 
@@ -142,10 +143,12 @@ async def _serve(settings: GatewaySettings, store: BlobStore) -> None:
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )
-    is_right = await _has_right_store(settings, store)
+    checking = asyncio.create_task(_has_right_store(settings, store))
+    await asyncio.wait([checking], timeout=_CHECK_S)  # a store that hangs keeps nobody from Redis and engines
+    is_right = checking.done() and checking.result()
     beside = [asyncio.create_task(_announce_operator_key(settings)), asyncio.create_task(_started(server))]
     if not is_right:
-        beside.append(asyncio.create_task(_check_store_later(settings, store, server)))
+        beside.append(asyncio.create_task(_check_store_later(checking, settings, store, server)))
     try:
         await server.serve()
     finally:
@@ -173,10 +176,11 @@ async def _started(server: uvicorn.Server) -> None:
 
 async def _has_right_store(settings: GatewaySettings, store: BlobStore) -> bool:
     """Whether the store is that of this Redis; False while one of them cannot be reached. Raises
-    CommandFailed where it is another's.
+    CommandFailed where it is another's, or refuses.
     """
     from redis.exceptions import RedisError
 
+    from adapters.blob_store import StoreRefused
     from adapters.store_identity import WrongStore, check_identity
     from gateway.redis_client import connect
 
@@ -185,16 +189,25 @@ async def _has_right_store(settings: GatewaySettings, store: BlobStore) -> bool:
             await check_identity(redis, store, settings.store)
         except WrongStore as fault:
             raise CommandFailed(str(fault), Exit.REFUSED) from None
+        except StoreRefused as fault:
+            message = f"The store '{settings.store}' cannot be used. {fault}"
+            raise CommandFailed(message, Exit.REFUSED) from None
         except (RedisError, OSError):
             return False
     return True
 
 
-async def _check_store_later(settings: GatewaySettings, store: BlobStore, server: uvicorn.Server) -> None:
-    """Has the server end when the store turns out to be another's. Raises CommandFailed, which says so."""
+async def _check_store_later(
+    checking: asyncio.Task[bool], settings: GatewaySettings, store: BlobStore, server: uvicorn.Server
+) -> None:
+    """Has the server end when the store turns out to be another's, or to refuse. Raises CommandFailed, which
+    says so. `checking` is the first look at it.
+    """
     try:
-        while not await _has_right_store(settings, store):
+        is_right = await checking
+        while not is_right:
             await asyncio.sleep(_RETRY_S)
+            is_right = await _has_right_store(settings, store)
     except CommandFailed:
         server.should_exit = True
         raise

@@ -92,32 +92,33 @@ async def test_a_store_that_cannot_be_marked_leaves_redis_as_it_was(
             await check(away, store)
 
 
-def gateway(redis_url: str, folder: Path) -> subprocess.Popen[str]:
+def gateway(redis_url: str, folder: Path, **more: str) -> subprocess.Popen[str]:
     variables = {
         "LORAPLEX_REDIS_URL": redis_url,
         "LORAPLEX_STORE": str(folder),
         "LORAPLEX_JOURNAL": str(folder.parent / "journal"),
+        "LORAPLEX_STORE_CACHE": str(folder.parent / "cache"),
         "LORAPLEX_PORT": "0",
         "LORAPLEX_OPERATOR_KEY": "operator-key-of-the-tests-own",
     }
     return subprocess.Popen(
         [sys.executable, "-m", "gateway", "gateway"],
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, **more},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def assert_refused(process: subprocess.Popen[str]) -> str:
+def assert_refused(process: subprocess.Popen[str], why: str = "does not belong to this Redis") -> str:
     """Returns what it said before it ended."""
     try:
         said = process.communicate(timeout=60)[1]
     finally:
         process.kill()
     assert process.returncode == 1 and "Traceback" not in said, said
-    assert "does not belong to this Redis" in said.splitlines()[-1]
+    assert why in said.splitlines()[-1]
     return said
 
 
@@ -135,3 +136,25 @@ def test_a_gateway_ends_at_once_or_when_redis_can_say_so(tmp_path: Path) -> None
         asyncio.run(mark(url))
         assert_refused(early)
         assert "listens" not in assert_refused(gateway(url, tmp_path / "empty"))
+
+
+def test_a_gateway_ends_at_once_where_its_bucket_does_not_exist(
+    valkey_url: str, tmp_path: Path, s3: S3Server
+) -> None:
+    started = gateway(valkey_url, tmp_path / "none", LORAPLEX_STORE="s3://nothere/x", **s3.variables)
+    why = "The store 's3://nothere/x' cannot be used. The bucket of the S3 store does not exist."
+    assert "listens" not in assert_refused(started, why)
+
+
+def test_a_gateway_whose_bucket_hangs_serves_and_ends_when_it_refuses(
+    valkey_url: str, tmp_path: Path, s3: S3Server
+) -> None:
+    """Known adapters go on without a store, so nobody waits for one that does not answer."""
+    s3.goes_on.clear()
+    started = gateway(valkey_url, tmp_path / "none", LORAPLEX_STORE="s3://nothere/x", **s3.variables)
+    assert started.stderr is not None
+    try:
+        assert any("listens" in line for line in started.stderr)
+    finally:
+        s3.goes_on.set()
+    assert_refused(started, "The bucket of the S3 store does not exist.")
