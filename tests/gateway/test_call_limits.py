@@ -106,9 +106,24 @@ async def test_any_number_of_gateways_count_as_one_until_the_window_ends(valkey_
         await gateways[1].take("acme", (short,), amount=4)
 
 
-async def test_while_redis_is_away_calls_are_let_through() -> None:
+async def test_what_is_counted_of_calls_is_kept_until_the_longest_window_ends(valkey_url: str) -> None:
+    by_the_day = CallLimit("by_the_day", "calls", 3, 86_400_000)
+    async with connect(valkey_url) as redis:
+        limits = CallLimits(redis, RedisHealth(redis), lambda *why: pytest.fail("nothing is refused"))
+        await limits.take("acme", (FEW,))
+        assert 0 < await redis.pttl(f"{root_of('acme')}:window:calls") <= FEW.window_ms
+        await limits.take("acme", (by_the_day,))
+        await limits.take("acme", (FEW,))
+        assert await redis.pttl(f"{root_of('acme')}:window:calls") > FEW.window_ms
+
+
+async def test_while_redis_is_away_calls_are_let_through_and_only_the_first_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with connect("redis://127.0.0.1:1/0") as nowhere:
         limits = CallLimits(nowhere, RedisHealth(nowhere), lambda *why: pytest.fail("nothing is refused"))
+        await limits.take("acme", (FEW,))
+        monkeypatch.setattr(limits, "_take", lambda **_: pytest.fail("a call waits for Redis"))
         for _ in range(5):
             await limits.take("acme", (FEW,))
 

@@ -156,12 +156,14 @@ async def test_made_up_ids_cost_redis_little(valkey_url: str, monkeypatch: pytes
             await authenticator.close()
 
 
+@pytest.mark.parametrize("how", ["created", "rotated"])
 async def test_a_new_key_whose_id_was_asked_for_in_vain_works_at_once(
-    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(auth, "_UNKNOWN_CACHE_S", 600.0)
     async with connect(valkey_url) as redis:
         await Tenants(redis).create("Acme", tenant_id="acme")
+        old, _ = await Keys(redis).create("acme")
         monkeypatch.setattr("gateway.keys.secrets.token_hex", lambda _: "0" * 12)
         authenticator = Authenticator(redis, RedisHealth(redis), operator_key=None, cache_s=60, grace_s=60)
         await authenticator.start()
@@ -169,10 +171,25 @@ async def test_a_new_key_whose_id_was_asked_for_in_vain_works_at_once(
             await followed(authenticator)
             with pytest.raises(ApiError, match="not valid"):
                 await authenticator.authenticate(f"Bearer lpx_{'0' * 12}_{'x' * 43}", "192.0.2.1")
-            _, key = await Keys(redis).create("acme")
+            made = Keys(redis).create("acme") if how == "created" else Keys(redis).rotate("acme", old.id)
+            _, key = await made
             async with asyncio.timeout(60):  # much less than it is remembered for, so Redis has pushed it
                 while "0" * 12 in authenticator._unknown:
                     await asyncio.sleep(0.01)
             assert (await authenticator.authenticate(f"Bearer {key}", "192.0.2.2")).tenant_id == "acme"
         finally:
             await authenticator.close()
+
+
+async def test_nor_is_it_remembered_for_long_where_redis_pushes_nothing(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect(valkey_url) as redis:
+        await Tenants(redis).create("Acme", tenant_id="acme")
+        monkeypatch.setattr("gateway.keys.secrets.token_hex", lambda _: "0" * 12)
+        authenticator = Authenticator(redis, RedisHealth(redis), operator_key=None, cache_s=60, grace_s=60)
+        with pytest.raises(ApiError, match="not valid"):
+            await authenticator.authenticate(f"Bearer lpx_{'0' * 12}_{'x' * 43}")
+        _, key = await Keys(redis).create("acme")
+        await asyncio.sleep(0.5)
+        assert (await authenticator.authenticate(f"Bearer {key}")).tenant_id == "acme"

@@ -9,7 +9,8 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters.registry.scripts import text
-from gateway.keys import Keys, NoSuchTenant, id_of
+from gateway import keys as keys_module
+from gateway.keys import Keys, NoSuchKey, NoSuchTenant, id_of
 from gateway.tenants import PrefixSharing, TenantExists, Tenants
 
 
@@ -98,6 +99,40 @@ async def test_keys_are_listed_and_revoked_within_their_tenant(valkey_url: str) 
         assert await keys.revoke("acme", mine.id)
         assert not await keys.revoke("acme", mine.id)
         assert await keys.get(mine.id) is None
+
+
+async def test_a_key_that_is_revoked_while_it_is_rotated_has_no_successor(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        keys = Keys(redis)
+        await Tenants(redis).create("Acme", tenant_id="acme")
+        record, _ = await keys.create("acme")
+        read = keys_module.read_document
+
+        async def overtaken(client: Redis, name: str) -> dict[str, str]:
+            found = await read(client, name)
+            monkeypatch.undo()
+            assert await keys.revoke("acme", record.id)
+            return found
+
+        monkeypatch.setattr(keys_module, "read_document", overtaken)
+        with pytest.raises(NoSuchKey):
+            await keys.rotate("acme", record.id)
+        assert await keys.of_tenant("acme") == []
+
+
+async def test_nothing_is_left_of_keys_that_were_rotated_or_revoked(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        keys = Keys(redis)
+        await Tenants(redis).create("Acme", tenant_id="acme")
+        first, _ = await keys.create("acme")
+        second, _ = await keys.rotate("acme", first.id)
+        found = [name async for name in redis.scan_iter("loraplex:key*")]
+        assert sorted(found) == [f"loraplex:key:{second.id}".encode(), b"loraplex:keys:acme"]
+        assert await redis.smembers("loraplex:keys:acme") == {second.id.encode()}  # type: ignore[misc]
+        assert await keys.revoke("acme", second.id)
+        assert [name async for name in redis.scan_iter("loraplex:key*")] == []
 
 
 async def test_no_key_without_its_tenant(valkey_url: str) -> None:

@@ -79,7 +79,10 @@ async def test_reservations_and_condemnations_end_by_themselves(registry: Regist
 
 async def test_orphans_get_their_grace_from_when_they_are_found(registry: Registry) -> None:
     await registry.add_version("acme", "sql", ONE)
-    await registry.references.note_orphans([ONE.digest, TWO.digest, THREE.digest])
+    found = [ONE.digest, TWO.digest, THREE.digest]
+    assert await registry.references.unknown(found) == [TWO.digest, THREE.digest]
+    await registry.references.note_orphans(found)
+    assert await registry.references.unknown(found) == []
     await registry.references.note_orphans([])
     assert set(await registry.references.unreferenced(0)) == {TWO.digest, THREE.digest}
     assert await registry.references.unreferenced(60) == []

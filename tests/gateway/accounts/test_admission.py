@@ -9,12 +9,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
+import orjson
 import pytest
 from redis.asyncio import Redis
 
 from adapters.registry import AdapterVersion
+from gateway.accounts import admission as admission_module
 from gateway.accounts.admission import Admission, Admissions
 from gateway.accounts.headers import duration
 from gateway.auth import Principal
@@ -170,6 +173,48 @@ async def test_the_limit_that_lasts_longest_is_told(redis: Redis) -> None:
     assert caught.value.param == "tokens_per_month"
 
 
+async def test_a_limit_that_a_request_would_just_fill_does_not_refuse_it(redis: Redis) -> None:
+    gate, who = Gate(redis), caller(RateLimits(requests_per_minute=2, concurrent_requests=1))
+    running = await gate.admit(who)
+    with pytest.raises(ApiError) as caught:
+        await gate.admit(who)
+    assert caught.value.param == "concurrent_requests"
+    await redis.zrem("loraplex:{acme}:leases", running.entry.id)
+    gate.admissions.refuse_spent(who)
+    await gate.admit(who)
+
+
+@pytest.mark.parametrize(
+    ("now", "end"),
+    [
+        ("2026-12-31T22:00", "2027-01-01"),
+        ("2027-01-01T00:00", "2027-02-01"),
+        ("2028-02-28T06:00", "2028-03-01"),
+    ],
+)
+async def test_tokens_of_a_month_come_back_with_the_next_one(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, now: str, end: str
+) -> None:
+    times = [datetime.fromisoformat(each).replace(tzinfo=UTC).timestamp() for each in (now, end)]
+
+    async def says(*_: object) -> bytes:
+        return orjson.dumps([0, int(times[0] * 1000), 59, 0])
+
+    gate = Gate(redis)
+    monkeypatch.setattr(gate.admissions, "_ask", says)
+    with pytest.raises(ApiError) as caught:
+        await gate.admit(caller(month=59))
+    assert int((caught.value.headers or {})["Retry-After"]) == times[1] - times[0]
+
+
+async def test_a_request_is_booked_when_it_came(redis: Redis) -> None:
+    admission = await Gate(redis).admissions.admit(
+        caller(), BASE, [submit()], request_id="r", arrived_at=time.perf_counter() - 60, route="chat",
+        open_ended=False,
+    )  # fmt: skip
+    assert 59_000 < time.time() * 1000 - admission.entry.time < 70_000
+
+
 async def test_each_window_begins_with_its_own_first_use(redis: Redis) -> None:
     """And so they end one by one: requests first, then input, then output."""
     gate = Gate(redis)
@@ -225,6 +270,20 @@ async def test_spent_requests_are_forgotten_when_their_window_is_over(redis: Red
     await asyncio.sleep(0.11)
     gate.admissions.refuse_spent(who)
     assert (await gate.admit(who)).admitted
+
+
+async def test_what_is_remembered_of_limits_is_bounded(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_MAX_SPENT", "_MAX_ROOMS"):
+        monkeypatch.setattr(admission_module, name, 3)
+    gate, who = Gate(redis, window_ms=100), caller(RateLimits(requests_per_minute=1, concurrent_requests=9))
+    for number in range(12):
+        tenant = replace(who, tenant_id=f"t{number}")
+        with pytest.raises(ApiError):
+            while True:
+                await gate.admit(tenant)
+        if number % 3 == 2:
+            await asyncio.sleep(0.11)
+    assert len(gate.admissions._spent) <= 3 and len(gate.admissions._rooms) <= 3
 
 
 async def test_a_refusal_for_other_reasons_is_not_remembered(redis: Redis) -> None:
@@ -290,10 +349,24 @@ async def test_an_answer_without_a_length_reserves_a_part_of_the_limit(redis: Re
         await gate.admit(who, submit(10, 2000), open_ended=True)
 
 
+async def test_the_scarcer_of_a_minutes_and_a_months_tokens_bounds_it(redis: Redis) -> None:
+    """The month counts the prompt as well."""
+    for most, month, bound in ((400, 210, 50), (100, 210, 25), (None, 210, 50)):
+        open_ended = submit(10, 2000)
+        who = caller(RateLimits(output_tokens_per_minute=most), month=month)
+        await Gate(redis).admit(replace(who, tenant_id=f"t{most}"), open_ended, open_ended=True)
+        assert open_ended.max_tokens == bound
+
+
 @pytest.mark.parametrize(
     ("who", "asked", "open_ended", "numbers"),
     [
-        (caller(RateLimits(input_tokens_per_minute=9)), submit(10), True, ("10 input tokens", "at most 9")),
+        (
+            caller(RateLimits(input_tokens_per_minute=9)),
+            submit(10),
+            True,
+            ("10 input tokens", "at most 9", "Shorten the prompt"),
+        ),
         (
             caller(RateLimits(output_tokens_per_minute=39)),
             submit(1, 20, 2),
@@ -311,7 +384,7 @@ async def test_an_answer_without_a_length_reserves_a_part_of_the_limit(redis: Re
     ],
 )
 async def test_what_a_limit_can_never_hold_is_refused_for_good(
-    redis: Redis, who: Principal, asked: Submit, open_ended: bool, numbers: tuple[str, str]
+    redis: Redis, who: Principal, asked: Submit, open_ended: bool, numbers: tuple[str, ...]
 ) -> None:
     with pytest.raises(ApiError) as caught:
         await Gate(redis).admit(who, asked, open_ended=open_ended)
@@ -334,6 +407,28 @@ async def test_while_redis_is_away_all_are_admitted_and_only_some_ask() -> None:
         admitted = [await gate.admit(who) for _ in range(200)]
         assert not any(each.admitted for each in admitted)
         assert 1 <= len(asked) < 100
+
+
+async def test_that_limits_are_not_held_is_said_once_and_that_they_are_again(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(*_: object) -> bytes:
+        raise OSError("no route to host")
+
+    gate, who = Gate(redis), caller(RateLimits(requests_per_minute=9))
+    caplog.set_level("WARNING", "gateway.accounts.admission")
+    for _ in range(2):
+        monkeypatch.setattr(gate.admissions, "_ask", refuse)
+        admitted = await asyncio.gather(*(gate.admit(who) for _ in range(3)))
+        assert not any(each.admitted for each in admitted)
+        monkeypatch.undo()
+        async with asyncio.timeout(30):
+            while gate.health.is_away:
+                await asyncio.sleep(0.01)
+        for _ in range(2):
+            assert (await gate.admit(who)).admitted
+    said = [line.message.split(" while")[0] for line in caplog.records]
+    assert said == ["limits are not held", "limits are held again"] * 2
 
 
 async def test_no_request_tries_whether_redis_is_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,18 @@ async def test_a_tenant_that_reapers_may_not_know_of_is_noted_at_once(redis: Red
         assert ledger.writer.waiting == 0
 
 
+async def test_a_redis_that_was_emptied_is_told_again_where_reapers_look(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with open_ledger(redis, journal=tmp_path, lease_s=0.1, days=1) as ledger:
+        ledger.begin(entry("r1"), progress(0), admitted=True)
+        await all_written(ledger.writer)
+        await redis.flushall()
+        async with asyncio.timeout(60):
+            while await redis.smembers(OPEN_TENANTS) != {b"acme"}:  # type: ignore[misc]
+                await asyncio.sleep(0.01)
+
+
 async def test_a_script_that_redis_has_forgotten_is_sent_again(redis: Redis, tmp_path: Path) -> None:
     assert await script(redis).apply("w", [record(1)]) == []
     await redis.script_flush()
