@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE, is_adapter_file
 from adapters.base_model import BaseModelShape
-from adapters.blob_store import BlobNotFound, BlobStore, describe_files
+from adapters.blob_store import BlobNotFound, BlobStore, CorruptBlob, describe_files
 from adapters.comparison import changed_fields, compare, describe
 from adapters.errors import InvalidAdapter
 from adapters.identity import DIGEST_FORMAT, MAX_VERSION
@@ -157,6 +157,8 @@ async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
         refs = " or ".join(version.ref for version in versions)
         logger.error("the files of %s cannot be read: %s", refs, error)
         message = f"The files of {refs} cannot be read at the moment. Try again later, or tell your operator."
+        if isinstance(error, BlobNotFound | CorruptBlob):
+            message = f"The files of {refs} cannot be read: they are lost or damaged. Upload them again."
         raise unavailable(message, retry_after_s=60, code="store_unavailable") from error
 
 

@@ -69,6 +69,7 @@ async def test_a_file_that_is_damaged_is_never_sent_whole(
         path = f"/v1/adapters/sql/files/{WEIGHTS}"
         answer = await plane.client.get(path, headers=acme)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "Upload them again" in answer.json()["error"]["message"]
         assert "corrupt" in caplog.text and "Traceback" not in caplog.text
         caplog.clear()
         monkeypatch.setattr(folder_store, "PIECE_BYTES", 1000)  # so that it begins before its end is known
