@@ -14,6 +14,7 @@ from builders import Engine, FakeAdapter, PendingResult, digest_of, expected_out
 from engine import adapter_tiers
 from engine.loop import MAX_FAILED_STEPS, EngineLoop
 from engine.outputs import LinkOutput
+from engine.sequence import Failure
 from engine.step import StepPlan
 
 
@@ -87,6 +88,22 @@ def test_an_idle_loop_is_woken_by_a_load_that_ends(running: Running) -> None:
     assert steps == 0 and running.finished()["link", 1, 0][0] == "LENGTH"
 
 
+def test_an_idle_loop_sleeps(running: Running) -> None:
+    running.loop.submit(make_request(20, max_tokens=2))
+    running.wait_for(lambda: bool(running.finished()))
+    assert running.loop.status().result(10).running == 0
+    plans, schedule = 0, running.engine.scheduler.schedule
+
+    def counted() -> StepPlan:
+        nonlocal plans
+        plans += 1
+        return schedule()
+
+    running.engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    time.sleep(0.05)
+    assert plans < 5, "it may have been on its way to sleep"
+
+
 def test_a_deadline_passes_in_an_idle_loop(running: Running) -> None:
     released = threading.Event()
 
@@ -149,6 +166,8 @@ def test_a_read_that_hangs_is_told_by_an_idle_loop(running: Running, monkeypatch
     running.wait_for(lambda: bool(running.finished()))
     reason, error = running.finished()["link", 1, 0]
     assert reason == "ERROR" and "could not be read in" in error
+    (end,) = [end for news in running.deliveries for output in news.values() for end in output.finished]
+    assert end.failure is Failure.STORE_UNAVAILABLE
     for _ in range(2):
         assert "could not be read in" in running.loop.prefetch(digest_of("stuck")).result(60)
     released.set()

@@ -118,9 +118,9 @@ def test_one_slot_and_a_flood_the_cold_one_starts_within_the_bound(ranks: tuple[
 
 
 def test_base_and_other_adapters_go_on_while_a_claim_stands() -> None:
-    engine = make_engine(num_pages=2, max_num_seqs=8, num_blocks=128)
+    engine = make_engine(num_pages=2, max_num_seqs=8, num_blocks=128, ends_bytes=50)
     for name in "abc":
-        engine.tiers.want(engine.store.add(name, 16))
+        engine.tiers.want(engine.store.add(name, 16, ends_bytes=50 * (name == "b")))
         while engine.tiers.is_loading:
             engine.wait_for_loads()
             engine.tiers.poll()
@@ -130,7 +130,9 @@ def test_base_and_other_adapters_go_on_while_a_claim_stands() -> None:
     step_until(engine, 2)
     engine.scheduler.add(make_request(5, request_id=3, adapter="c", max_tokens=5))
     engine.step()
-    assert engine.gate.claim == (digest_of("c"), frozenset([digest_of("a")])), "the one that ends soonest"
+    assert engine.gate.claim == (digest_of("c"), frozenset([digest_of("a")])), (
+        "the one that ends soonest, alone"
+    )
     for number, adapter in ((4, "a"), (5, "b"), (6, "")):
         engine.scheduler.add(make_request(5, request_id=number, adapter=adapter, max_tokens=60))
     engine.step()

@@ -117,6 +117,24 @@ def test_seats_and_blocks_are_given_back_at_once(depth: int) -> None:
     engine.close()
 
 
+def test_no_more_background_work_gives_way_than_it_takes() -> None:
+    """Each holds seven blocks, and somebody else lacks two."""
+    engine = make_engine(max_num_seqs=8, num_blocks=40)
+    for i in range(4):
+        engine.scheduler.add(
+            make_request(100, link="work", request_id=i, background=True, max_tokens=60, scope=f"{i}")
+        )
+    while len(engine.started) < 4:
+        engine.step()
+    assert engine.scheduler.num_free_blocks == 12
+    engine.scheduler.add(make_request(14 * 16, request_id=0, tenant="one", max_tokens=1, scope="next"))
+    assert step_until(engine, 0) == 1
+    assert engine.scheduler.figures()["seat_yields"] == 1 and engine.scheduler.num_running == 4
+    engine.run()
+    engine.check_all_free()
+    engine.close()
+
+
 def test_blocks_that_are_kept_for_growth_are_no_reason_to_wait() -> None:
     """There are as many as it needs, but not as many as must be free for it to start."""
     engine = make_engine(max_num_seqs=8, num_blocks=400)

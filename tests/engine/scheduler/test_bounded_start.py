@@ -110,12 +110,15 @@ def test_the_only_sequence_of_a_tenant_has_its_turn_before_it_gives_up_its_seat(
     engine.close()
 
 
-def test_who_was_served_more_yields_nothing_to_who_was_served_least() -> None:
-    """A tenant that has had its share, and has nothing running now, waits as its counter says."""
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_who_was_served_more_yields_nothing_to_who_was_served_least(waiting: int) -> None:
+    """A tenant that has had its share, and has nothing running now, waits as its counter says, whether or not
+    others wait before it.
+    """
     engine = make_engine(num_blocks=200, max_num_seqs=2)
     engine.scheduler.add(make_request(200, link="greedy", request_id=1, tenant="greedy", max_tokens=300))
     engine.run()
-    for number in range(4):
+    for number in range(waiting + 2):
         engine.scheduler.add(make_request(5, request_id=number, tenant="modest", max_tokens=60))
     engine.scheduler._counters.account("modest").served = 0.0
     engine.step()
