@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,21 @@ def test_the_adapter_written_otherwise_takes_the_place_of_what_is_not_whole(
     assert_holds(store, OTHER_FILES)
 
 
+def test_uploads_that_mend_it_at_once_never_make_a_mix(store: BlobStore) -> None:
+    publish(store)
+    put(store, WEIGHTS, None)
+    contents = [str(number).encode() for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: publish(store, dict.fromkeys(FILES, content)), contents))
+    assert store.is_intact(DIGEST)
+    assert len({read_file(store, DIGEST, name) for name in FILES}) == 1
+    put(store, WEIGHTS, b"")
+    files = {name: read_file(store, DIGEST, CONFIG) for name in FILES}
+    with ThreadPoolExecutor(8) as pool:
+        assert not any(pool.map(lambda _: publish(store, files), range(24)))
+    assert_holds(store, files)
+
+
 def test_a_blob_that_is_not_there_is_not_intact(store: BlobStore) -> None:
     assert not store.is_intact(DIGEST)
 
@@ -170,11 +186,12 @@ def keys(store: S3Store) -> list[str]:
 def test_files_of_a_damaged_manifest_go_when_it_is_gone(bucket: S3Store) -> None:
     publish(bucket)
     put(bucket, MANIFEST_FILE, b'{"oops":')
-    assert bucket.clean(0) == 0 and len(keys(bucket)) == 3, "somebody may yet put it right"
+    bucket.objects.put(f"sha256/{DIGEST.hex()[:2]}/{DIGEST.hex()}/0123/{CONFIG}", b"of a crashed upload")
+    assert bucket.clean(0) == 0 and len(keys(bucket)) == 4, "somebody may yet put it right"
     trashed = bucket.withdraw(DIGEST)
     assert trashed is not None
     trashed.purge()
-    assert bucket.clean(0) == 1 and keys(bucket) == []
+    assert bucket.clean(0) == 2 and keys(bucket) == []
 
 
 def test_what_has_been_replaced_goes_later(bucket: S3Store) -> None:
