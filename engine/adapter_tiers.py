@@ -6,6 +6,7 @@ The loop asks for one with `want`, goes on stepping, and learns of it from `poll
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.blob_store import CorruptBlob, StoreUnavailable
 from engine.adapter_counters import AdapterCounters
 from engine.eviction import GreedyDual, reload_cost
 from engine.host_copy import HostCopy
@@ -57,6 +59,8 @@ class LoadFailed:
 
     digest: bytes
     reason: str
+    may_be_read_later: bool = False
+    """What is at fault is the store or the disk, and not what they keep."""
 
 
 class AdapterTiers:
@@ -337,7 +341,7 @@ class AdapterTiers:
             # Its text has a path, which is no client's business: the log has it.
             logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
             reason = f"the adapter's files could not be read ({error.strerror or type(error).__name__})"
-            outcome = LoadFailed(digest, reason)
+            outcome = LoadFailed(digest, reason, may_be_read_later=not _stays(error))
         except Exception as error:
             logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
             outcome = LoadFailed(digest, str(error) or type(error).__name__)
@@ -391,4 +395,12 @@ class AdapterTiers:
 
 
 def _hangs(digest: bytes) -> LoadFailed:
-    return LoadFailed(digest, f"its files could not be read in {READ_SECONDS:.0f} seconds")
+    reason = f"its files could not be read in {READ_SECONDS:.0f} seconds"
+    return LoadFailed(digest, reason, may_be_read_later=True)
+
+
+def _stays(error: OSError) -> bool:
+    """Whether a later read would end alike: what is damaged, missing or too large stays so."""
+    if isinstance(error, CorruptBlob):
+        return True
+    return not isinstance(error, StoreUnavailable) and error.errno in (None, errno.ENOENT)

@@ -133,6 +133,7 @@ def to_message(news: LinkOutput) -> pb.LinkResponse:
             error=finished.error,
             refusal=f"REFUSAL_{finished.refusal.name}",
             retry_after_ms=round(1000 * finished.retry_after_s),
+            failure=f"FAILURE_{finished.failure.name}",
         )
     return message
 

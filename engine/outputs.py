@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engine.sequence import FinishReason, Refusal, Request, Sequence
+from engine.sequence import Failure, FinishReason, Refusal, Request, Sequence
 from engine.step import TokenLogprobs
 
 
@@ -24,6 +24,7 @@ class Finished:
     error: str = ""
     refusal: Refusal = Refusal.UNSPECIFIED
     retry_after_s: float = 0.0
+    failure: Failure = Failure.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,17 @@ class Outputs:
     def started(self, request: Request, *, cached_tokens: int, queue_us: int) -> None:
         self._of(request.link).started.append(Started(request.request_id, cached_tokens, queue_us))
 
-    def finished(self, request: Request, choice: int, reason: FinishReason, error: str = "") -> None:
-        self._of(request.link).finished.append(Finished(request.request_id, choice, reason, error))
+    def finished(
+        self,
+        request: Request,
+        choice: int,
+        reason: FinishReason,
+        error: str = "",
+        failure: Failure = Failure.UNSPECIFIED,
+    ) -> None:
+        self._of(request.link).finished.append(
+            Finished(request.request_id, choice, reason, error, failure=failure)
+        )
 
     def refused(self, request: Request, refusal: Refusal, why: str, retry_after_s: float) -> None:
         """All choices of a request end before they were begun."""

@@ -33,6 +33,13 @@ class FinishReason(enum.IntEnum):
     REFUSED = 6
 
 
+class Failure(enum.IntEnum):
+    """What has failed of a sequence that ended with an error; the numbers are the wire's."""
+
+    UNSPECIFIED = 0
+    STORE_UNAVAILABLE = 1
+
+
 class Refusal(enum.IntEnum):
     """What stands in the way of a request that was refused; the numbers are the wire's."""
 

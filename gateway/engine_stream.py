@@ -20,7 +20,7 @@ from typing import Protocol
 from gateway.engine_link import EngineLink
 from gateway.errors import ApiError
 from gateway.refusals import deadline_passed, engine_lost, lost_too_often, no_engine, refused_by_all
-from protos.engine_pb2 import Finished, FinishReason, LinkRequest, Started, Submit, TokenLogprobs
+from protos.engine_pb2 import Failure, Finished, FinishReason, LinkRequest, Started, Submit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
     error: str = ""
+    failure: Failure = Failure.FAILURE_UNSPECIFIED
     dropped: int = 0
     """Tokens that were drawn for it beside its own, and are in no choice."""
 
@@ -144,6 +145,13 @@ class EngineStream:
         self._set_alarm()
         while self._may_place and time.monotonic() < self._deadline and self._submit_next():
             pass
+
+    @property
+    def end_in_queue(self) -> Delta | None:
+        """A choice that has ended while none had left an engine's queue; None where there is none."""
+        if self._started:
+            return None
+        return next((delta for delta in self._deltas.values() if delta.finish), None)
 
     async def wait_started(self) -> None:
         """Returns when the first choice has left an engine's queue, or has ended. Raises as `next`."""
@@ -237,7 +245,7 @@ class EngineStream:
         state.ended = True
         self._placed.discard(choice)
         delta = self._delta(choice)
-        delta.finish, delta.error = finished.reason, finished.error
+        delta.finish, delta.error, delta.failure = finished.reason, finished.error, finished.failure
 
     def on_lost(self, choices: Sequence[int]) -> None:
         """See Receiver. After each loss there is time anew to find another engine."""

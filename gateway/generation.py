@@ -17,9 +17,9 @@ from gateway.engine_stream import Delta, EngineStream
 from gateway.errors import ApiError, unavailable
 from gateway.metrics import RequestMetrics
 from gateway.reasoning import Reasoning
-from gateway.refusals import deadline_passed
+from gateway.refusals import adapter_unreadable, deadline_passed
 from gateway.tokenizer import ModelTokenizer
-from protos.engine_pb2 import FinishReason, ModelInfo, Submit, TokenLogprobs
+from protos.engine_pb2 import Failure, FinishReason, ModelInfo, Submit, TokenLogprobs
 
 if TYPE_CHECKING:
     from gateway.echo import Echo
@@ -222,8 +222,10 @@ class Generation:
         self._stream.close()
 
     async def start(self) -> None:
-        """Returns when an engine has begun to work on it. Raises ApiError when none will."""
+        """Returns when an engine has begun to work on it. Raises ApiError when none will, or could."""
         await self._stream.wait_started()
+        if (end := self._stream.end_in_queue) is not None:
+            _reason_of(end)  # a status can still say it
         self.usage.cached_tokens = self._stream.cached_tokens
 
     async def next(self) -> list[Piece]:
@@ -331,6 +333,8 @@ def _reason_of(delta: Delta) -> str:
         return STOP
     if delta.finish == FinishReason.FINISH_REASON_LENGTH:
         return LENGTH
+    if delta.failure == Failure.FAILURE_STORE_UNAVAILABLE:
+        raise adapter_unreadable()
     if delta.finish == FinishReason.FINISH_REASON_ERROR:
         raise ApiError(
             500, delta.error or "The engine failed.", type="server_error", code="generation_failed"

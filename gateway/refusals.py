@@ -53,6 +53,15 @@ def no_engine() -> ApiError:
     return unavailable("No engine is ready. Try again shortly.")
 
 
+def adapter_unreadable() -> ApiError:
+    """Returns the 503 for a request whose adapter an engine cannot read just now."""
+    return unavailable(
+        "The adapter's files cannot be read at the moment. Try again later, or tell your operator.",
+        retry_after_s=60,
+        code="store_unavailable",
+    )
+
+
 def deadline_passed() -> ApiError:
     """Returns the 504 for a request that was not answered within its time."""
     return ApiError(

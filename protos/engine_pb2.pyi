@@ -19,6 +19,11 @@ class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOLING_LAST: _ClassVar[Pooling]
     POOLING_MEAN: _ClassVar[Pooling]
 
+class Failure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_UNSPECIFIED: _ClassVar[Failure]
+    FAILURE_STORE_UNAVAILABLE: _ClassVar[Failure]
+
 class Refusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REFUSAL_UNSPECIFIED: _ClassVar[Refusal]
@@ -48,6 +53,8 @@ EARLY_STOPPING_NEVER: EarlyStopping
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
+FAILURE_UNSPECIFIED: Failure
+FAILURE_STORE_UNAVAILABLE: Failure
 REFUSAL_UNSPECIFIED: Refusal
 REFUSAL_DRAINING: Refusal
 REFUSAL_QUEUE_FULL: Refusal
@@ -237,20 +244,22 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("request_id", "choice", "reason", "error", "refusal", "retry_after_ms")
+    __slots__ = ("request_id", "choice", "reason", "error", "refusal", "retry_after_ms", "failure")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     choice: int
     reason: FinishReason
     error: str
     refusal: Refusal
     retry_after_ms: int
-    def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., refusal: _Optional[_Union[Refusal, str]] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    failure: Failure
+    def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., refusal: _Optional[_Union[Refusal, str]] = ..., retry_after_ms: _Optional[int] = ..., failure: _Optional[_Union[Failure, str]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()

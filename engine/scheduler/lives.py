@@ -16,7 +16,7 @@ from engine.scheduler.fairness import VirtualTokenCounters
 from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.roster import Roster
 from engine.scheduler.waiting import WaitingQueue
-from engine.sequence import FinishReason, Request, Sequence, Status
+from engine.sequence import Failure, FinishReason, Request, Sequence, Status
 from engine.step import Pooling, RowResult, TokenLogprobs
 
 VECTOR_NOT_FINITE = "the model's output for this prompt is not finite"
@@ -259,7 +259,15 @@ class Lives:
 
     # ---- the end -------------------------------------------------------------------------------------
 
-    def end(self, seq: Sequence, reason: FinishReason, error: str = "", *, spoiled: bool = False) -> None:
+    def end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        error: str = "",
+        *,
+        failure: Failure = Failure.UNSPECIFIED,
+        spoiled: bool = False,
+    ) -> None:
         """The only way out of the engine, from whatever state. The first of the siblings takes over."""
         if seq.status is Status.RUNNING:
             self._stop_running(seq, spoiled=spoiled)
@@ -274,7 +282,7 @@ class Lives:
         self.roster.strike(seq)
         if not self.roster.num_of_tenant(seq.request.tenant):
             self._left_last = (seq.request.tenant, self._clock())
-        self.outputs.finished(seq.request, seq.choice, reason, error)
+        self.outputs.finished(seq.request, seq.choice, reason, error, failure)
         if seq.siblings:
             heir, *others = seq.siblings
             seq.siblings = []
@@ -283,10 +291,16 @@ class Lives:
             heir.num_scored = seq.num_scored
             self._wait_again(heir, "leads now")
 
-    def end_all(self, sequences: Iterable[Sequence], reason: FinishReason, error: str = "") -> None:
+    def end_all(
+        self,
+        sequences: Iterable[Sequence],
+        reason: FinishReason,
+        error: str = "",
+        failure: Failure = Failure.UNSPECIFIED,
+    ) -> None:
         """Ends several sequences, attached ones first, so that none takes over from another in vain."""
         for seq in sorted(sequences, key=lambda seq: seq.status is not Status.ATTACHED):
-            self.end(seq, reason, error)
+            self.end(seq, reason, error, failure=failure)
 
     def end_spoiled(self, seq: Sequence, why: str) -> None:
         """Ends a sequence whose results cannot be trusted, those that would start from them, and those that
@@ -298,9 +312,10 @@ class Lives:
 
     def end_failed_adapters(self) -> None:
         """Ends the waiting sequences whose adapter could not be brought; attached ones with their leader."""
-        for failure in self._gate.take_failures():
-            for leader in self.waiting.of_adapter(failure.digest):
-                self.end_all([leader, *leader.siblings], FinishReason.ERROR, failure.reason)
+        for failed in self._gate.take_failures():
+            failure = Failure.STORE_UNAVAILABLE if failed.may_be_read_later else Failure.UNSPECIFIED
+            for leader in self.waiting.of_adapter(failed.digest):
+                self.end_all([leader, *leader.siblings], FinishReason.ERROR, failed.reason, failure)
 
     def _detach(self, seq: Sequence) -> None:
         for other in self.roster.of_request(*seq.request.key):

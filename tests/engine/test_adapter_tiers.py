@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from builders import FakeAdapter, FakeStore, digest_of
 
+from adapters.blob_store import CorruptBlob, StoreUnavailable
 from engine import adapter_counters, adapter_tiers
 from engine.adapter_tiers import (
     MAX_AHEAD,
@@ -140,6 +142,30 @@ def test_what_the_system_says_of_a_path_stays_in_the_log(
     assert "/srv/store/secret" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "later"),
+    [
+        (StoreUnavailable("The bucket does not answer."), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (CorruptBlob("The file is corrupt."), False),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (OSError("the adapter is larger than the cache"), False),
+        (ValueError("no adapter"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_store_that_is_away_is_told_from_what_it_keeps(
+    make_tiers: Callable[..., AdapterTiers], error: Exception, later: bool
+) -> None:
+    def read(digest: bytes) -> FakeAdapter:
+        raise error
+
+    tiers = make_tiers(read=read)
+    tiers.want(digest_of("a"))
+    (failure,) = poll_until(tiers, 1)
+    assert isinstance(failure, LoadFailed) and failure.may_be_read_later is later
+
+
 def test_reads_that_hang_keep_no_other_tenant_from_its_own(
     store: FakeStore, make_tiers: Callable[..., AdapterTiers]
 ) -> None:
@@ -186,6 +212,7 @@ def test_who_waits_for_a_read_that_hangs_is_told_and_the_read_is_taken_when_it_e
     tiers.want(digest)
     failure = poll_until(tiers, 1)[0]
     assert isinstance(failure, LoadFailed) and "could not be read in" in failure.reason
+    assert failure.may_be_read_later
     assert tiers.poll() == [], "once is enough where nobody waits"
     assert tiers.want(digest) is None and tiers.loading() == [digest], "no second read begins"
     assert tiers.poll(lambda _: 1) == [failure], "who waits now is told as well"

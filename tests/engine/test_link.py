@@ -7,7 +7,7 @@ import asyncio
 from engine import link as link_module
 from engine.link import MAX_LOGPROBS_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE, Link, split, to_message
 from engine.outputs import Finished, LinkOutput, PromptLogprobs, Started
-from engine.sequence import FinishReason
+from engine.sequence import Failure, FinishReason
 from engine.step import TokenLogprobs
 from protos import engine_pb2 as pb
 
@@ -65,6 +65,14 @@ def test_messages_with_logprobs_stay_below_grpcs_limit() -> None:
     assert len(parts) == 3
     assert all(to_message(part).ByteSize() < 1 << 20 for part in parts)
     assert to_message(news(link_module.MAX_TOKENS_PER_MESSAGE)).ByteSize() < 1 << 20
+
+
+def test_the_wire_says_what_has_failed() -> None:
+    told = news(1)
+    away = Finished(1, 0, FinishReason.ERROR, "no", failure=Failure.STORE_UNAVAILABLE)
+    told.finished = [away, Finished(2, 0, FinishReason.ERROR, "no")]
+    failures = [finished.failure for finished in to_message(told).finished]
+    assert failures == [pb.FAILURE_STORE_UNAVAILABLE, pb.FAILURE_UNSPECIFIED]
 
 
 def test_what_is_told_of_prompts_comes_first_and_in_parts() -> None:

@@ -35,6 +35,7 @@ from protos.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 
 EOS = 257
 FAILING_DIGEST = b"\xee" * 32
+UNREADABLE_DIGEST = b"\xed" * 32
 MODEL = "tiny"
 
 CHAT_TEMPLATE = (
@@ -254,6 +255,11 @@ class FakeEngine(EngineServicer):
             return pb.LinkResponse(
                 finished=[_finished(request_id, i, pb.FINISH_REASON_ERROR, error) for i in indexes]
             )
+        if submit.adapter_digest == UNREADABLE_DIGEST:
+            ends = [_finished(request_id, i, pb.FINISH_REASON_ERROR, "StoreUnavailable") for i in indexes]
+            for end in ends:
+                end.failure = pb.FAILURE_STORE_UNAVAILABLE
+            return pb.LinkResponse(finished=ends)
         self._count(submit)[0] += 1
         started = pb.Started(request_id=request_id, cached_tokens=len(submit.prompt_tokens) // 2)
         message = pb.LinkResponse(started=[started])

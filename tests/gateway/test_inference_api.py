@@ -18,7 +18,15 @@ from gateway.errors import validation_error
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completion import CompletionRequest
 from gateway.tenants import PrefixSharing
-from tests.gateway.fake_engine import EOS, FAILING_DIGEST, MODEL, FakeEngine, expected_text, make_tokenizer
+from tests.gateway.fake_engine import (
+    EOS,
+    FAILING_DIGEST,
+    MODEL,
+    UNREADABLE_DIGEST,
+    FakeEngine,
+    expected_text,
+    make_tokenizer,
+)
 from tests.gateway.local_stack import LocalStack, wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "Say something 🙂"}]
@@ -509,8 +517,20 @@ def test_a_failing_request_is_an_error_and_not_an_answer(local_stack: LocalStack
     local_stack.add_adapter("acme", "nan", FAILING_DIGEST)
     with pytest.raises(openai.InternalServerError, match="not finite"):
         client.chat.completions.create(model="nan", messages=MESSAGES)
-    with pytest.raises(openai.APIError, match="not finite"):
-        list(client.chat.completions.create(model="nan", messages=MESSAGES, stream=True))
+    with pytest.raises(openai.InternalServerError, match="not finite"):
+        client.chat.completions.create(model="nan", messages=MESSAGES, stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_that_cannot_be_read_just_now_is_503_before_anything_is_sent(
+    local_stack: LocalStack, client: OpenAI, stream: bool
+) -> None:
+    local_stack.add_adapter("acme", "cold", UNREADABLE_DIGEST)
+    with pytest.raises(openai.InternalServerError, match="files cannot be read") as caught:
+        client.chat.completions.create(model="cold", messages=MESSAGES, stream=stream)
+    answer = caught.value.response
+    assert (answer.status_code, caught.value.code) == (503, "store_unavailable")
+    assert int(answer.headers["retry-after"]) > 0
 
 
 def test_a_bug_is_a_500_without_internals(
