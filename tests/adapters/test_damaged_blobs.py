@@ -104,9 +104,9 @@ def test_the_adapter_written_otherwise_takes_the_place_of_what_is_not_whole(
 def test_uploads_that_mend_it_at_once_never_make_a_mix(store: BlobStore) -> None:
     publish(store)
     put(store, WEIGHTS, None)
-    contents = [str(number).encode() for number in range(24)]
+    uploads = [{name: str(number).encode() for name in FILES} for number in range(24)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda content: publish(store, dict.fromkeys(FILES, content)), contents))
+        list(pool.map(lambda files: publish(store, files), uploads))
     assert store.is_intact(DIGEST)
     assert len({read_file(store, DIGEST, name) for name in FILES}) == 1
     put(store, WEIGHTS, b"")
