@@ -192,8 +192,9 @@ async def test_a_record_that_cannot_be_applied_holds_up_no_other(
 
 
 async def test_what_redis_does_not_take_is_on_disk_and_adopted_once(
-    redis: Redis, no_redis: Redis, tmp_path: Path
+    redis: Redis, no_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer_module, "_RETRY_S", 600.0)  # the disk has it long before
     async with open_ledger(no_redis, journal=tmp_path, lease_s=10, days=1) as ledger:
         ledger.begin(entry("unseen"), progress(0), admitted=False)
         for number in range(3):
@@ -215,7 +216,7 @@ async def test_what_redis_does_not_take_is_on_disk_and_adopted_once(
 async def test_the_journal_is_replayed_when_redis_is_back(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.1)
     away = True
 
     class Away(LedgerScript):
@@ -230,9 +231,12 @@ async def test_the_journal_is_replayed_when_redis_is_back(
         writer.end(entry(f"r{number}"))
     await until(lambda: not writer._records and writer.waiting == 600)
     away = False
+    await all_written(writer)
+    appended: list[Sequence[Record]] = []
+    monkeypatch.setattr(writer, "_append", appended.append)
     writer.end(entry("r600"))
     await all_written(writer)
-    assert writer.waiting == 0
+    assert not appended, "from now on Redis has them at once"
     assert [each.id for each in await ledger_of(redis)] == [f"r{number}" for number in range(601)]
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
     await writer.close()
@@ -257,6 +261,50 @@ async def test_without_redis_and_disk_memory_is_bounded_and_it_is_said_once(
     said = [line.message for line in caplog.records if "cannot be written" in line.message]
     assert len(said) == 1 and str(blocked) in said[0]
     assert "records of the ledger are lost" in caplog.text
+
+
+async def test_a_disk_that_was_full_gets_the_records_once_it_has_room(
+    no_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
+    blocked = tmp_path / "a file, no folder"
+    blocked.touch()
+    writer = LedgerWriter(script(no_redis), blocked)
+    writer.start()
+    writer.end(entry("r1"))
+    await until(lambda: writer._disk_fails)
+    blocked.unlink()
+    await until(lambda: not writer._records)
+    assert [len(path.read_bytes().splitlines()) for path in blocked.iterdir()] == [1]
+    await writer.close()
+
+
+async def test_who_stops_leaves_nothing_on_the_disk_that_redis_takes(redis: Redis, tmp_path: Path) -> None:
+    writer = LedgerWriter(script(redis), tmp_path)
+    writer.start()
+    for number in range(3):
+        writer.end(entry(f"r{number}"))
+    await writer.close()
+    assert [each.id for each in await ledger_of(redis)] == ["r0", "r1", "r2"]
+    assert not list(tmp_path.iterdir())
+
+
+async def test_who_stops_while_redis_hangs_leaves_its_records_on_the_disk(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_CLOSE_S", 0.1)
+
+    class Hung(LedgerScript):
+        async def apply(self, writer: str, records: Sequence[Record]) -> list[str]:
+            await asyncio.sleep(600)
+            return []
+
+    writer = LedgerWriter(Hung(redis, lease_ms=1000), tmp_path)
+    writer.start()
+    writer.end(entry("r1"))
+    await asyncio.sleep(0.05)
+    await writer.close()
+    assert [len(path.read_bytes().splitlines()) for path in tmp_path.iterdir()] == [1]
 
 
 # ---- the journal --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import openai
 import pytest
@@ -14,7 +15,7 @@ from gateway.batches import files as files_module
 from gateway.batches import store
 from gateway.batches.batch import Status
 from gateway.batches.files import Files, TooManyFiles, new_file
-from gateway.batches.store import Batches
+from gateway.batches.store import Batches, TooManyBatches
 from tests.gateway.batches.made import a_batch, begin, lines, wait_for
 from tests.gateway.local_stack import LocalStack
 
@@ -40,6 +41,26 @@ async def test_of_batches_that_have_ended_the_last_stay_listed(
         for kept in ("batches", "batches:ended"):
             assert not {b"batch_1", b"batch_2"} & set(await redis.zrange(f"{root_of('acme')}:{kept}", 0, -1))
         assert await redis.exists(f"{root_of('acme')}:batch:batch_1") == 0
+        assert 0 < await redis.ttl(f"{root_of('acme')}:batch:batch_0") <= store.KEPT_S
+
+
+async def test_a_tenant_has_only_so_many_batches_that_have_not_ended(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_OPEN", 2)
+    async with Redis.from_url(valkey_url) as redis:
+        batches, files = Batches(redis, lease_s=10), Files(redis)
+        for tenant in ("acme", "globex"):
+            await files.add(replace(new_file(tenant, "a", "batch", 10), id="file-1"), most_bytes=None)
+        for number in range(2):
+            await batches.create(a_batch(f"batch_{number}", "file-1"))
+        with pytest.raises(TooManyBatches):
+            await batches.create(a_batch("batch_2", "file-1"))
+        await batches.create(a_batch("batch_2", "file-1", "globex"))
+        lease = await batches.claim(())
+        assert lease is not None and lease.tenant == "acme"
+        await batches.finish(lease, Status.FAILED, {}, [])
+        await batches.create(a_batch("batch_2", "file-1"))
 
 
 async def test_the_number_of_files_is_held_where_they_are_added(

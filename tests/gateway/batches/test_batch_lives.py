@@ -334,6 +334,8 @@ async def test_a_batch_that_is_given_back_comes_after_those_that_wait(valkey_url
             assert lease is not None
             claimed.append(lease.batch_id)
             await batches.give_back(lease)
+            with pytest.raises(LeaseLost):
+                await batches.renew(lease)
             await asyncio.sleep(0.002)
         assert claimed == ["batch_1", "batch_2", "batch_1"]
 
@@ -355,6 +357,46 @@ async def test_a_call_that_redis_gets_twice_counts_once(valkey_url: str) -> None
         assert await batches.segments("acme", "batch_1") == ["acme/results"]
         found = await batches.find("acme", "batch_1")
         assert found is not None and found.completed == 1
+        await batches.finish(lease, Status.COMPLETED, {}, [])
+        assert await files.remove("acme", file.id), "it is in use once only"
+
+
+async def test_a_lease_that_is_renewed_goes_on(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        batches, files = Batches(redis, lease_s=600), Files(redis)
+        file = new_file("acme", "in.jsonl", "batch", 10)
+        await files.add(file, most_bytes=None)
+        await batches.create(a_batch("batch_1", file.id))
+        lease = await batches.claim(())
+        assert lease is not None
+        await redis.zadd("loraplex:batches", {"acme batch_1": 1})  # as if it were over
+        assert await batches.renew(lease) is Status.VALIDATING
+        assert await batches.claim(()) is None
+
+
+async def test_a_batch_that_is_being_cancelled_moves_nowhere_else(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        batches, files = Batches(redis, lease_s=10), Files(redis)
+        file = new_file("acme", "in.jsonl", "batch", 10)
+        await files.add(file, most_bytes=None)
+        await batches.create(a_batch("batch_1", file.id))
+        lease = await batches.claim(())
+        assert lease is not None and await batches.cancel("acme", "batch_1")
+        for status, of in (
+            (Status.IN_PROGRESS, Status.VALIDATING),
+            (Status.FINALIZING, Status.IN_PROGRESS),
+        ):
+            assert await batches.move(lease, status, of=(of,), fields={}) is Status.CANCELLING
+        found = await batches.find("acme", "batch_1")
+        assert found is not None and found.status is Status.CANCELLING
+
+
+async def test_a_batch_that_is_gone_is_looked_for_once(valkey_url: str) -> None:
+    """Or those that are gone would some day be all that is looked at."""
+    async with Redis.from_url(valkey_url) as redis:
+        await redis.zadd("loraplex:batches", {"acme batch_1": 1, "acme batch_2": 2})
+        assert await Batches(redis, lease_s=10).claim(()) is None
+        assert await redis.zcard("loraplex:batches") == 0
 
 
 async def test_any_number_of_results_moves_at_once(valkey_url: str) -> None:
