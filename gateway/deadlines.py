@@ -11,14 +11,16 @@ TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 86_400.0
 
 
-def deadline_of(headers: Mapping[str, str], default_s: float) -> float:
-    """Returns when a request that has just come must have ended, by `time.monotonic`.
+def deadline_of(headers: Mapping[str, str], default_s: float, *, arrived_at: float) -> float:
+    """Returns when a request must have ended that came at `arrived_at`, of `time.perf_counter`; by
+    `time.monotonic`.
 
     The client's `X-Request-Timeout` counts, in seconds; without one, `default_s`. Raises ApiError 400 for a
     header that is no number of seconds above 0 and up to a day.
     """
     text = headers.get(TIMEOUT_HEADER)
-    return time.monotonic() + (default_s if text is None else _seconds(text))
+    gone_s = time.perf_counter() - arrived_at
+    return time.monotonic() - gone_s + (default_s if text is None else _seconds(text))
 
 
 def _seconds(text: str) -> float:

@@ -127,6 +127,11 @@ class EngineStream:
         """How many tokens have come, and `next` has not returned them."""
         return sum(len(delta.tokens) for delta in self._deltas.values())
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its deadline has passed."""
+        return time.monotonic() >= self._deadline
+
     def prompt_logprobs(self, prompt: int) -> Sequence[TokenLogprobs]:
         """Returns those of all tokens of a prompt but the first; of those so far before the first token."""
         return self._prompt_logprobs.get(prompt, ())

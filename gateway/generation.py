@@ -156,6 +156,8 @@ class Generation:
         self.close()
         if error is not None and not isinstance(error, GeneratorExit):  # which says that nobody reads on
             self._outcome = self._outcome_of(error)
+        elif self._outcome is Outcome.DISCONNECTED and self._stream.is_overdue:
+            self._outcome = Outcome.DEADLINE  # clients keep it themselves, and wait for no engine
         if self.admission.awaited:
             self._settle()
         else:

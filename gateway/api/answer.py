@@ -86,7 +86,9 @@ async def generate(
     origin = origin_of(request, route)
     for submit in submits:
         submit.background = origin.is_background
-    deadline = deadline_of(request.headers, services.settings.request_timeout_s)
+    deadline = deadline_of(
+        request.headers, services.settings.request_timeout_s, arrived_at=request.state.arrived_at
+    )
     admitting = services.admissions.admit(
         caller,
         model,

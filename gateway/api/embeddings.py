@@ -50,7 +50,9 @@ async def create_embeddings(
     prompts = await prompts_of(body.inputs, tokenizer, model, param="input")
     origin = origin_of(request, "embeddings")
     submits = _submits(body, prompts, caller=caller, model=model, origin=origin)
-    deadline = deadline_of(request.headers, services.settings.request_timeout_s)
+    deadline = deadline_of(
+        request.headers, services.settings.request_timeout_s, arrived_at=request.state.arrived_at
+    )
     admitting = services.admissions.admit(
         caller,
         model,

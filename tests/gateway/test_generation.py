@@ -20,10 +20,10 @@ from protos.engine_pb2 import ModelInfo, Sampling, Submit
 from tests.gateway.fake_engine import TOKENIZER_FILES
 
 
-def generation(ledger: Mock, metrics: Mock, *, scarce: bool) -> Generation:
+def generation(ledger: Mock, metrics: Mock, *, scarce: bool, left_s: float = 60) -> Generation:
     """A request of one prompt, which no engine has yet."""
     submits = [Submit(prompt_tokens=[1], seeds=[1], sampling=Sampling(), max_tokens=1)]
-    placer, deadline = Mock(), time.monotonic() + 60
+    placer, deadline = Mock(), time.monotonic() + left_s
     placer.choose.return_value = None
     made = Generation(
         EngineStream(submits, model_digest=b"", placer=placer, resume_timeout_s=1.0, deadline=deadline),
@@ -62,6 +62,14 @@ async def test_an_answer_that_is_not_read_on_has_not_failed(error: BaseException
         raise error
     settlement: Any = ledger.settle.call_args.args[1]
     assert settlement.outcome is outcome
+
+
+async def test_who_leaves_after_the_deadline_has_waited_for_all_of_it() -> None:
+    ledger = Mock()
+    with generation(ledger, Mock(), scarce=True, left_s=0):
+        pass
+    settlement: Any = ledger.settle.call_args.args[1]
+    assert settlement.outcome is Outcome.DEADLINE
 
 
 @pytest.mark.parametrize("scarce", [False, True])
