@@ -66,8 +66,8 @@ def deadline_passed() -> ApiError:
     """Returns the 504 for a request that was not answered within its time."""
     return ApiError(
         504,
-        "The request took longer than its deadline. Ask for fewer tokens, or give it more time in the header "
-        "X-Request-Timeout, in seconds.",
+        "The request took longer than its deadline. Ask for fewer tokens, or give it more time: by the "
+        "header X-Request-Timeout, in seconds; over gRPC by the call's deadline.",
         type="server_error",
         code="deadline_exceeded",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +43,10 @@ class Failure(Exception):
 
 
 def failure_of_error(error: ApiError) -> Failure:
-    """Returns the failure for an error that was raised before the call had a route."""
-    return failure_of(error.status, error.body(), error.headers or {})
+    """Returns the failure for an error that was raised before the call had a route, and with that an id."""
+    failure = failure_of(error.status, error.body(), error.headers or {})
+    request_id = f"req_{secrets.token_hex(12)}"
+    return Failure(failure.code, failure.message, (("x-request-id", request_id), *failure.metadata))
 
 
 def failure_of(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> Failure:

@@ -7,8 +7,9 @@ import base64
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -22,7 +23,8 @@ from gateway.errors import ApiError
 from gateway.inner_calls import InnerAnswer, InnerCall, InnerCalls
 from gateway.origin import Origin
 from gateway.public_grpc.bodies import answer_of, chat_body, complete_body, embed_body
-from gateway.public_grpc.failures import Failure, Metadata, failure_in_stream, failure_of, failure_of_error
+from gateway.public_grpc.failures import Failure, Metadata, failure_in_stream, failure_of
+from gateway.public_grpc.receiving import abort
 from protos import loraplex_pb2 as pb
 from protos.loraplex_pb2_grpc import InferenceServicer
 
@@ -31,7 +33,13 @@ logger = logging.getLogger(__name__)
 _CHAT, _COMPLETE, _EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 _ORIGINS = {_CHAT: Origin("chat"), _COMPLETE: Origin("completions"), _EMBED: Origin("embeddings")}
 _SHOWN = ("x-ratelimit-", "retry-after")
+_REQUIRE = require("inference")
+_CALLER: ContextVar[Principal] = ContextVar("caller")
+"""Whose key came with the call that is being answered."""
+_KEY_HEADERS = frozenset({"authorization", "x-api-key"})
 _LEAST_TIMEOUT_S = 0.001
+_MARGIN, _MARGIN_S = 0.05, 0.05
+"""Of the time until a call's deadline, and in seconds; the smaller counts."""
 _LARGE_BYTES = 64 * 1024
 """Larger messages become bodies in a thread."""
 
@@ -44,7 +52,6 @@ class InferenceService(InferenceServicer):
     def __init__(self, app: FastAPI, calls: InnerCalls) -> None:
         self._app = app
         self._calls = calls
-        self._require = require("inference")
 
     async def Chat(self, request: pb.ChatRequest, context: ServicerContext) -> pb.ChatResponse:
         """One answer to a conversation."""
@@ -88,8 +95,7 @@ class InferenceService(InferenceServicer):
         self, request: pb.ListModelsRequest, context: ServicerContext
     ) -> pb.ListModelsResponse:
         """What the caller may name as `model`."""
-        inner = self._request(context)
-        listed = await list_models(inner, await self._caller(inner, context))
+        listed = await list_models(_request_of(self._app, context), _CALLER.get())
         return answer_of(pb.ListModelsResponse, {"models": listed["data"]})
 
     # ---- calls ------------------------------------------------------------------------------------------
@@ -102,7 +108,7 @@ class InferenceService(InferenceServicer):
         answer = await call.answer()
         context.set_trailing_metadata(_metadata(call))
         if answer.status != 200:
-            await _abort(context, _failure_of(answer), _metadata(call))
+            await abort(context, _failure_of(answer), _metadata(call))
         return orjson.loads(answer.body)
 
     async def _events(
@@ -114,60 +120,64 @@ class InferenceService(InferenceServicer):
         async with aclosing(call.events()) as events:
             async for event in events:
                 if isinstance(event, InnerAnswer):
-                    await _abort(context, _failure_of(event), _metadata(call))
+                    await abort(context, _failure_of(event), _metadata(call))
                 value = orjson.loads(event)
                 if "error" in value:
-                    await _abort(context, failure_in_stream(value), _metadata(call))
+                    await abort(context, failure_in_stream(value), _metadata(call))
                 yield value
         context.set_trailing_metadata(_metadata(call))  # with what is left of limits
 
     async def _call(
         self, path: str, body_of: Callable[[Asked], dict[str, Any]], request: Asked, context: ServicerContext
     ) -> InnerCall:
-        """Prepares a call of a route, for whoever's key came with the call. Aborts what makes no body."""
-        caller = await self._caller(self._request(context), context)
-        try:
-            is_large = request.ByteSize() > _LARGE_BYTES
-            body = await asyncio.to_thread(_json, body_of, request) if is_large else _json(body_of, request)
-        except ApiError as error:
-            await _abort(context, failure_of_error(error))
-        left_s = context.time_remaining()
+        """Prepares a call of a route. Raises ApiError for what makes no body."""
+        is_large = request.ByteSize() > _LARGE_BYTES
+        body = await asyncio.to_thread(_json, body_of, request) if is_large else _json(body_of, request)
         return self._calls.prepare(
             path,
             body,
-            caller=caller,
+            caller=_CALLER.get(),
             origin=_ORIGINS[path],
-            timeout_s=None if left_s is None else min(max(left_s, _LEAST_TIMEOUT_S), MAX_TIMEOUT_S),
+            timeout_s=_timeout_s(context.time_remaining()),
         )
 
-    async def _caller(self, request: Request, context: ServicerContext) -> Principal:
-        """Returns the caller. Aborts the call where the key is not taken."""
-        try:
-            return await self._require(request)
-        except ApiError as error:
-            await _abort(context, failure_of_error(error))
 
-    def _request(self, context: ServicerContext) -> Request:
-        return request_of(self._app, context.invocation_metadata(), _host_of(context.peer()))
+async def admit(app: FastAPI, context: ServicerContext) -> None:
+    """Takes the key that came with a call, for what answers it. Raises ApiError where it may not infer."""
+    request = _request_of(app, context)
+    if _KEY_HEADERS.isdisjoint(request.headers):
+        raise ApiError(
+            401,
+            "No API key was given. Send it as metadata, 'authorization: Bearer lpx_...'. grpcurl takes it "
+            "by -H 'authorization: Bearer lpx_...'.",
+            type="authentication_error",
+            code="invalid_api_key",
+        )
+    _CALLER.set(await _REQUIRE(request))
 
 
-def request_of(app: FastAPI, metadata: Any, host: str = "") -> Request:
+def _request_of(app: FastAPI, context: ServicerContext) -> Request:
     """Returns a request with a call's metadata as headers, for what looks for a key there."""
-    headers = [(name.encode(), value.encode()) for name, value in metadata or () if isinstance(value, str)]
+    metadata: Any = context.invocation_metadata() or ()
+    headers = [(name.encode(), value.encode()) for name, value in metadata if isinstance(value, str)]
     scope: dict[str, Any] = {
         "type": "http", "method": "POST", "path": "/grpc", "headers": headers, "query_string": b"",
-        "app": app, "client": (host, 0), "state": {},
+        "app": app, "client": (_host_of(context.peer()), 0), "state": {},
     }  # fmt: skip
     return Request(scope)
 
 
+def _timeout_s(left_s: float | None) -> float | None:
+    """How long a call's request may take: a little less than until the deadline, at which gRPC ends the call
+    by itself, without a word of ours.
+    """
+    if left_s is None:
+        return None
+    return min(max(left_s - min(_MARGIN_S, _MARGIN * left_s), _LEAST_TIMEOUT_S), MAX_TIMEOUT_S)
+
+
 def _json(body_of: Callable[[Asked], dict[str, Any]], request: Asked) -> bytes:
     return orjson.dumps(body_of(request))
-
-
-async def _abort(context: ServicerContext, failure: Failure, metadata: Metadata = ()) -> NoReturn:
-    await context.abort(failure.code, failure.message, (*metadata, *failure.metadata))
-    raise AssertionError("abort raises")
 
 
 def _failure_of(answer: InnerAnswer) -> Failure:

@@ -10,12 +10,12 @@ import grpc
 import openai
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from openai import OpenAI
 from redis.asyncio import Redis
 
 from gateway.bodies import MAX_BODY_BYTES
+from gateway.public_grpc import service
 from gateway.public_grpc.failures import DETAILS_KEY
 from gateway.tenants import Tenants
 from protos import loraplex_pb2 as pb
@@ -24,6 +24,20 @@ from protos.loraplex_pb2_grpc import InferenceStub
 from tests.gateway.fake_engine import MODEL
 from tests.gateway.local_stack import LocalStack, wait_until
 from tests.gateway.public_grpc.asking import HI, OPENAI_HI, bearer, error_of
+
+
+class WithKey(grpc.StreamStreamClientInterceptor):
+    """Adds the key to calls of what takes no metadata."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        """See grpc."""
+        return continuation(client_call_details._replace(metadata=bearer(self._key)), request_iterator)
+
 
 FOREVER: dict[str, Any] = {"ignore_eos": True}
 
@@ -241,6 +255,32 @@ def test_a_deadline_and_a_cancel_end_the_request(
     wait_until(lambda: not engine.running, "it has ended")
 
 
+@pytest.mark.parametrize("silent", [False, True], ids=["told", "cut off"])
+def test_a_request_at_its_deadline_is_booked_as_such(
+    stack: LocalStack, stub: InferenceStub, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """Also where the engine is late with it, and gRPC ends the call first."""
+    monkeypatch.setattr(service, "_MARGIN", 0.5)
+    monkeypatch.setattr(service, "_MARGIN_S", 60.0)
+    key, engine = stack.add_tenant(f"late-{silent}".lower()), stack.engines[0]
+    monkeypatch.setattr(engine, "holds_at", 5)
+    if silent:
+        monkeypatch.setattr(engine, "rests_after", 0)
+    options = pb.GenerationOptions(max_tokens=2000, ignore_eos=True)
+    with pytest.raises(grpc.RpcError) as late:
+        stub.Chat(pb.ChatRequest(model=MODEL, messages=HI, options=options), metadata=bearer(key), timeout=3)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    if not silent:
+        assert error_of(late.value).code == "deadline_exceeded"
+    with stack.client(key) as client:
+
+        def outcomes() -> list[str]:
+            usage: Any = client.get("/usage/requests", cast_to=object)
+            return [each["outcome"] for each in usage["data"]]
+
+        wait_until(lambda: outcomes() == ["deadline"], "it is in the ledger")
+
+
 def test_a_client_that_leaves_before_its_stream_begins_has_gone(
     stack: LocalStack, stub: InferenceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,12 +316,12 @@ def test_an_error_in_the_middle_of_a_stream_is_a_status(
     wait_until(lambda: not engine.running, "it has ended")
 
 
-def test_health_and_reflection(channel: grpc.Channel) -> None:
-    health = health_pb2_grpc.HealthStub(channel)
-    for service in ("", "loraplex.v1.Inference"):
-        answer = health.Check(health_pb2.HealthCheckRequest(service=service))  # type: ignore[attr-defined]
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    database = ProtoReflectionDescriptorDatabase(channel)
+def test_reflection_wants_a_key(channel: grpc.Channel, key: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "-H 'authorization: Bearer lpx_...'" in error_of(refused.value).message
+    database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, WithKey(key)))
     assert "loraplex.v1.Inference" in database.get_services()
     service = DescriptorPool(database).FindServiceByName("loraplex.v1.Inference")
     assert {method.name for method in service.methods} == {
