@@ -190,6 +190,25 @@ def test_an_answer_with_a_grammar_draws_a_token_every_step(model: LoadedModel, g
     assert served.num_steps < 24 + 4
 
 
+def test_an_answer_ends_with_its_text_where_the_models_end_tokens_do_not_count(
+    model: LoadedModel, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    request = Request(
+        link="link",
+        request_id=1,
+        prompt=[7, 8, 9],
+        sampling=(SamplingParams(temperature=1.0, seed=1),),
+        max_len=3 + 24,
+        block_root=b"root",
+        grammar=regex(grammars, "[0-9]{3}"),
+    )
+    runner = Runner(model, num_blocks=20, num_rank_pages=0)
+    served = serve_requests(model, runner, [request], num_blocks=20, overlap=False, folders={}, num_pages=0)
+    assert served.ends[1, 0] is FinishReason.STOP
+    assert EOS not in served.tokens[1, 0]
+    assert re.fullmatch("[0-9]{3}", tokenizer.decode(served.tokens[1, 0]))
+
+
 def run(
     model: LoadedModel, grammars: Grammars, seed: int, *, num_blocks: int = 120, overlap: bool = False
 ) -> Served:

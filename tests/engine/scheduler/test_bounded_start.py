@@ -107,6 +107,26 @@ def test_the_only_sequence_of_a_tenant_has_its_turn_before_it_gives_up_its_seat(
         engine.step()
         steps += 1
     assert LEAST_TURN - 2 <= steps <= LEAST_TURN + 1
+    assert engine.scheduler.figures()["seat_yields"] == seats, "nobody yields before that would suffice"
+    engine.close()
+
+
+def test_nobody_yields_blocks_that_would_not_suffice() -> None:
+    """Ten blocks are those of two sequences of one tenant, of which one may yield its five."""
+    engine = make_engine(num_blocks=10, max_num_batched_tokens=256)
+    for number in range(2):
+        engine.scheduler.add(make_request([number] * 70, request_id=number, tenant="long", max_tokens=50))
+    engine.step()
+    engine.scheduler.add(make_request([2] * 90, link="new", request_id=1, tenant="new", max_tokens=2))
+    for _ in range(5):
+        engine.step()
+    assert engine.scheduler.figures()["seat_yields"] == 0
+    first = make_request([3] * 80, link="new", request_id=2, tenant="new", max_tokens=2, priority=-1)
+    engine.scheduler.add(first)
+    engine.step()
+    assert ("new", 2) in engine.started and engine.scheduler.figures()["seat_yields"] == 1
+    engine.run()
+    engine.check_all_free()
     engine.close()
 
 
