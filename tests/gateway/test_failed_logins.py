@@ -74,6 +74,16 @@ async def test_many_addresses_together_are_slowed_too_in_bounded_memory(waits: W
     assert waits.delays, "one failure of each"
 
 
+async def test_who_failed_longest_ago_is_forgotten_first(waits: Waits) -> None:
+    logins = FailedLogins(clock=lambda: waits.now, most_addresses=3)
+    assert await penalties(logins, "192.0.2.1", 10) == []
+    for other in ("192.0.2.2", "192.0.2.3", "192.0.2.1", "192.0.2.4", "192.0.2.5"):
+        await logins.penalise(other)
+    assert len(waits.delays) == 1, "its eleventh"
+    await logins.penalise("192.0.2.1")
+    assert len(waits.delays) == 2
+
+
 async def test_an_ipv6_network_is_one_address(waits: Waits) -> None:
     logins = FailedLogins(clock=lambda: waits.now)
     for n in range(20):

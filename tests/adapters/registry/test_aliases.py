@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from adapters.model_ref import ModelRef
 from adapters.registry import AdapterConflict, AdapterNotFound, Quota, Registry, Resolution
 from adapters.registry.desired import desired_adapters
+from adapters.registry.scripts import key
 from tests.adapters.registry.builders import ONE, THREE, TWO, meaning, summary
 
 
@@ -193,6 +194,16 @@ async def test_pins_have_a_quota_by_tenant(registry: Registry, redis: Redis) -> 
     assert len((await desired_adapters(redis, [])).pinned) == 4
 
 
+async def test_of_a_names_changes_the_last_are_kept(registry: Registry, redis: Redis) -> None:
+    await three_versions(registry)
+    for number in range(210):
+        await registry.aliases.promote("acme", "sql", 1 + number % 2)
+    history = await registry.history("acme", "sql")
+    assert len(history) == 200 and history[0].version == 2
+    assert await redis.llen(key("past", "acme", "sql")) == 100  # type: ignore[misc]
+    assert (await registry.aliases.rollback("acme", "sql")).version == 1
+
+
 async def test_pins_have_a_quota_of_rank_pages(registry: Registry) -> None:
     """By the largest version of each name, so that whatever is promoted later has been counted."""
     pin, quota = registry.aliases.pin, Quota(pinned_pages=4)
@@ -219,6 +230,8 @@ async def test_pins_have_a_quota_of_rank_pages(registry: Registry) -> None:
     await registry.aliases.unpin("acme", "a")
     await pin("acme", "d", quota=9, most_pages=4)
     await add("a", 256)
+    quota = Quota(pinned_pages=1)  # what was there before it was lowered may go on
+    await add("b", 19)
 
 
 async def test_what_is_only_staged_is_not_pinned(registry: Registry) -> None:

@@ -58,6 +58,15 @@ async def test_a_new_adapter_of_an_old_name_is_granted_to_nobody(registry: Regis
     assert await meaning(registry, "globex", "acme/sql") is None
 
 
+async def test_a_name_that_a_granted_adapter_had_before_is_granted_to_nobody(registry: Registry) -> None:
+    await registry.add_version("acme", "sql", ONE)
+    await registry.grants.grant("acme", "sql", "globex")
+    await registry.rename("acme", "sql", "new")
+    await registry.add_version("acme", "sql", TWO)
+    assert await meaning(registry, "globex", "acme/sql") is None
+    assert [version.name for version in await registry.grants.granted_to("globex")] == ["new"]
+
+
 async def test_granted_names_are_listed_in_order_when_live(registry: Registry) -> None:
     for owner, name in (("b-corp", "x"), ("acme", "z"), ("acme", "a")):
         await registry.add_version(owner, name, ONE)

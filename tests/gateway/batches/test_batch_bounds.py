@@ -14,7 +14,7 @@ from gateway.api import batches as batches_api
 from gateway.batches import files as files_module
 from gateway.batches import store
 from gateway.batches.batch import Status
-from gateway.batches.files import Files, TooManyFiles, new_file
+from gateway.batches.files import Files, QuotaExceeded, TooManyFiles, new_file
 from gateway.batches.store import Batches, TooManyBatches
 from tests.gateway.batches.made import a_batch, begin, lines, wait_for
 from tests.gateway.local_stack import LocalStack
@@ -61,6 +61,18 @@ async def test_a_tenant_has_only_so_many_batches_that_have_not_ended(
         assert lease is not None and lease.tenant == "acme"
         await batches.finish(lease, Status.FAILED, {}, [])
         await batches.create(a_batch("batch_2", "file-1"))
+
+
+async def test_the_bytes_of_files_are_held_where_they_are_added(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as redis:
+        files = Files(redis)
+        first, second = (new_file("acme", name, "batch", 10) for name in "ab")
+        await files.add(first, most_bytes=19)
+        with pytest.raises(QuotaExceeded) as refused:
+            await files.add(second, most_bytes=19)
+        assert refused.value.used == 10 and await files.of_tenant("acme") == [first.id]
+        await files.add(second, most_bytes=20)
+        assert await files.used_bytes("acme") == 20
 
 
 async def test_the_number_of_files_is_held_where_they_are_added(
