@@ -270,6 +270,8 @@ class FolderStore:
         if listed == files:
             # Whoever reads meanwhile, reads the same. A look at what is there would take longer than none.
             for name in files:
+                with suppress(FileNotFoundError):
+                    os.link(folder / name, built / f".{name}")  # freed with it, so that no sync waits for that
                 (built / name).rename(folder / name)
             _sync_folder(folder)
             return False
