@@ -10,7 +10,7 @@ import pytest
 
 from engine.beams import BeamOptions, EarlyStopping
 from engine.block_pool import block_hashes, root_hash
-from engine.step import SamplingParams
+from engine.step import Pooling, SamplingParams
 from engine.submission import InvalidSubmit, parse_submit
 from protos import engine_pb2 as pb
 
@@ -42,6 +42,8 @@ def test_a_plain_request() -> None:
     (params,) = request.sampling
     assert (params.temperature, params.top_p, params.repetition_penalty, params.seed) == (0.0, 1.0, 1.0, 5)
     assert params.logprobs is None
+    plain = parse_submit(submit(), "link", MODEL)
+    assert plain.weight == 1.0 and plain.pooling is None and plain.block_root != request.block_root
 
 
 def test_a_prompt_alone() -> None:
@@ -52,6 +54,14 @@ def test_a_prompt_alone() -> None:
     assert request.max_len == 4, "a token is drawn, and told nobody"
     with pytest.raises(InvalidSubmit, match="prompt_logprobs is 21; it can be at most 20"):
         parse_submit(submit(prompt_logprobs=21), "link", MODEL)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_a_vector(pooling: Pooling) -> None:
+    """It needs its prompt alone, however many tokens the message asks for."""
+    message = submit(pooling=int(pooling))
+    request = parse_submit(message, "link", MODEL)
+    assert request.pooling is pooling and request.prompt_only and request.max_len == 4
 
 
 def test_an_activated_adapter_is_rooted_in_the_base_model() -> None:
@@ -135,16 +145,23 @@ def test_lengths_end_and_deadline() -> None:
             {"adapter_digest": b"a" * 32, "adapter_start": 3},
             "adapter_start is 3, beyond the last of the prompt's 3",
         ),
+        ({"pooling": 3}, "unknown pooling 3"),
+        ({"pooling": pb.POOLING_MEAN, "seeds": [1, 2]}, "a prompt has one vector"),
         ({"cache_scope": b"x" * 257}, "cache_scope is over 256 bytes"),
         ({"weight": -1.0}, "weight is -1.0"),
+        ({"weight": 9e-7}, "weight is 9e-07"),
+        ({"weight": 1e6 + 1}, "weight is 1000001.0"),
         ({"weight": math.nan}, "weight is nan"),
         ({"min_tokens": 11}, "min_tokens (11) is more than max_tokens (10)"),
         ({"sampling": pb.Sampling(temperature=-0.5)}, "temperature is -0.5"),
         ({"sampling": pb.Sampling(temperature=math.nan)}, "temperature is nan"),
         ({"sampling": pb.Sampling(temperature=math.inf)}, "temperature is inf"),
         ({"sampling": pb.Sampling(top_p=1.5)}, "top_p is 1.5"),
+        ({"sampling": pb.Sampling(top_p=-0.5)}, "top_p is -0.5"),
         ({"sampling": pb.Sampling(min_p=-1)}, "min_p is -1.0"),
+        ({"sampling": pb.Sampling(min_p=1.5)}, "min_p is 1.5"),
         ({"sampling": pb.Sampling(repetition_penalty=-1)}, "repetition_penalty is -1.0"),
+        ({"sampling": pb.Sampling(repetition_penalty=math.inf)}, "repetition_penalty is inf"),
         ({"sampling": pb.Sampling(presence_penalty=math.nan)}, "presence_penalty is not a finite"),
         ({"sampling": pb.Sampling(frequency_penalty=math.inf)}, "frequency_penalty is not a finite"),
         ({"sampling": pb.Sampling(bias_tokens=[1])}, "differ in length"),
@@ -159,6 +176,28 @@ def test_what_is_out_of_range_is_named(fields: dict[str, Any], sentence: str) ->
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_tokens": [999], "stop_token_ids": [999]},
+        {"prompt_tokens": [1] * 99, "max_tokens": 0},
+        {"output_tokens": [1] * 9},
+        {"min_tokens": 10},
+        {"min_tokens": 50, "max_tokens": 0},
+        {"seeds": [0] * 8},
+        {"adapter_digest": b"a" * 32, "adapter_start": 2},
+        {"cache_scope": b"x" * 256},
+        {"weight": 1e-6},
+        {"weight": 1e6},
+        {"prompt_logprobs": 20},
+        {"sampling": pb.Sampling(top_p=1, min_p=1, logprobs=20)},
+    ],
+)
+def test_what_is_just_within_its_range_is_taken(fields: dict[str, Any]) -> None:
+    request = parse_submit(submit(**fields), "link", MODEL)
+    assert request.max_len <= MODEL.max_model_len and request.vocab_size == 0
+
+
 def test_an_engine_without_pages_takes_no_adapters() -> None:
     model = pb.ModelInfo()
     model.CopyFrom(MODEL)
@@ -166,6 +205,8 @@ def test_an_engine_without_pages_takes_no_adapters() -> None:
     with pytest.raises(InvalidSubmit, match="no memory for adapters"):
         parse_submit(submit(adapter_digest=b"a" * 32), "link", model)
     assert parse_submit(submit(), "link", model).adapter_digest == b"", "it serves the base model"
+    model.num_rank_pages = 1
+    assert parse_submit(submit(adapter_digest=b"a" * 32), "link", model).adapter_digest == b"a" * 32
 
 
 SEARCHED = pb.ModelInfo()
@@ -184,6 +225,11 @@ def test_a_search() -> None:
     assert request.beams == BeamOptions(3, 10, frozenset({2, 3, 9}), -0.5, EarlyStopping.NEVER, num_top=1)
     assert request.sampling == (SamplingParams(logprobs=4 * 3),) * 3, "as many as if all ends were among them"
     assert parse_submit(search(ignore_eos=True), "link", SEARCHED).sampling[0].logprobs == 2 * 3
+    most = parse_submit(search(seeds=[0] * 5, stop_token_ids=[9]), "link", SEARCHED)
+    assert most.sampling[0].logprobs == 20
+    for penalty in (-10.0, 10.0):
+        request = parse_submit(search(beams=pb.Beams(length_penalty=penalty)), "link", SEARCHED)
+        assert request.beams is not None and request.beams.length_penalty == penalty
     assert parse_submit(submit(), "link", MODEL).beams is None
 
 
@@ -209,6 +255,7 @@ def test_a_search_that_could_never_end_is_refused_with_both_numbers() -> None:
         ({"grammar": "x"}, "does not go with grammar"),
         ({"seeds": [0], "output_tokens": [1]}, "does not go with output_tokens"),
         ({"prompt_only": True}, "does not go with prompt_only"),
+        ({"pooling": pb.POOLING_LAST, "seeds": [0]}, "does not go with pooling"),
         ({"min_tokens": 1}, "does not go with min_tokens"),
         ({"sampling": pb.Sampling(logprobs=21)}, "logprobs is 21"),
     ],
