@@ -270,8 +270,8 @@ class FolderStore:
         if listed == files:
             # Whoever reads meanwhile, reads the same. A look at what is there would take longer than none.
             for name in files:
-                with suppress(FileNotFoundError):
-                    os.link(folder / name, built / f".{name}")  # freed with it, so that no sync waits for that
+                with suppress(FileNotFoundError):  # what was there is freed with `built`: no sync waits for that
+                    os.link(folder / name, built / f".{name}")
                 (built / name).rename(folder / name)
             _sync_folder(folder)
             return False
