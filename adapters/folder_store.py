@@ -268,9 +268,10 @@ class FolderStore:
         except (BlobNotFound, CorruptBlob):
             listed = {}
         if listed == files:
-            # Whoever reads meanwhile, reads the same. A look at what is there would take longer than none.
+            # Whoever reads meanwhile, reads the same. A look at what is there would take longer than none; to
+            # free it, which no sync is to wait for, is left to whoever removes `built`.
             for name in files:
-                with suppress(FileNotFoundError):  # what was there is freed with `built`: no sync waits for that
+                with suppress(FileNotFoundError):
                     os.link(folder / name, built / f".{name}")
                 (built / name).rename(folder / name)
             _sync_folder(folder)
