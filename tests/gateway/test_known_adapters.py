@@ -224,6 +224,20 @@ async def test_what_is_known_to_have_changed_does_not_go_on(
             await known.resolve("blue", granted)
 
 
+async def test_what_redis_has_said_to_be_gone_does_not_go_on_either(valkey_url: str) -> None:
+    """Though nothing was pushed of it."""
+    async with connect(valkey_url) as redis:
+        registry, health = Registry(redis), RedisHealth(redis)
+        known = KnownAdapters(redis, registry, health)
+        await registry.add_version("acme", "sql", summary(1))
+        assert await known.resolve("acme", ModelRef("sql")) is not None
+        await registry.delete("acme", "sql")
+        assert await known.resolve("acme", ModelRef("sql")) is None
+        health.failed()
+        assert await known.resolve("acme", ModelRef("sql")) is None
+        await health.close()
+
+
 async def test_memory_is_bounded_and_what_it_forgets_is_asked_for(
     valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -292,6 +292,8 @@ async def test_an_upload_is_its_tenants_alone(valkey_url: str, tmp_path: Path) -
         for unknown in ("0" * 32, "..", "%2e%2e", "x"):
             answer = await plane.client.get(f"/v1/adapter-uploads/{unknown}", headers=other)
             assert answer.status_code == 404
+        for elsewhere in (f"../acme/{upload}", f"../../uploads/acme/{upload}", f"{upload}/../{upload}"):
+            assert plane.services.upload_sessions.find("other", elsewhere) is None
         assert (await append(plane, acme, upload, CONFIG, files[CONFIG])).status_code == 200
 
 
@@ -375,6 +377,11 @@ async def test_a_tenant_has_so_many_uploads_at_once(valkey_url: str, tmp_path: P
         os.utime(idle, (two_hours_ago, two_hours_ago))
         assert (await begin(plane, acme, adapter_files(seed=3))).status_code == 201
         assert not idle.exists()
+        for folder in (plane.store / "uploads" / "acme").iterdir():
+            os.utime(folder, (two_hours_ago, two_hours_ago))
+        for seed in (3, 4):  # the one that goes on is idle no more, so the other gives way
+            assert (await begin(plane, acme, adapter_files(seed=seed))).status_code == 201
+        assert (await begin(plane, acme, adapter_files(seed=5))).status_code == 429
 
 
 async def test_a_tenants_running_transfers_are_limited_and_counted_back(

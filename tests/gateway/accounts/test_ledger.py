@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from gateway.accounts import writer as writer_module
 from gateway.accounts.entry import FIELDS, LedgerEntry, Outcome, Settlement
@@ -327,6 +329,47 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not list(tmp_path.iterdir())
 
 
+def test_a_journal_that_was_emptied_is_written_from_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal.create(tmp_path, "w")
+    journal.append([record(1)])
+    journal.forget(journal.read())
+    assert journal.empty
+    journal.append([record(2)])
+    journal.close()
+    (adopted,) = adopt(tmp_path)
+    assert [each.number for each in adopted.read().records] == [2] and not caplog.records
+    adopted.close()
+
+
+def test_a_journal_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever took it for a dead writer's, and found nothing in it."""
+    path, lock = tmp_path / "w.journal", fcntl.flock
+
+    def late(descriptor: int, flags: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        lock(descriptor, flags)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    journal = Journal.create(tmp_path, "w")
+    journal.append([record(1)])
+    assert path.stat().st_size
+    journal.close()
+
+
+def test_the_journal_of_a_writer_that_lives_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal.create(tmp_path, "w")
+    journal.append([record(1)])
+    assert not list(adopt(tmp_path)) and not caplog.records
+    journal.close()
+
+
 def test_a_journal_that_cannot_be_opened_holds_up_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -449,6 +492,21 @@ async def test_a_reaper_that_lost_redis_begins_to_wait_anew(redis: Redis, no_red
     await reaper.close()
 
 
+@pytest.mark.parametrize("fault", [RedisError("busy"), OSError("no route"), TimeoutError()])
+async def test_a_reaper_goes_on_after_a_round_that_failed(redis: Redis, fault: Exception) -> None:
+    class Failing(Reaper):
+        rounds = 0
+
+        async def round(self) -> None:
+            self.rounds += 1
+            raise fault
+
+    reaper = Failing(redis, lease_s=0.04, days=1)
+    reaper.start()
+    await until(lambda: reaper.rounds > 1)
+    await reaper.close()
+
+
 async def test_a_call_to_reap_that_hung_reaps_nothing(redis: Redis) -> None:
     wire = entry("r").to_wire()
     await LedgerScript(redis, lease_ms=-60_000).apply("w", [Record(1, "acme", Kind.PROGRESS, wire)])
@@ -499,6 +557,7 @@ async def test_reapers_look_no_more_where_a_tenant_has_been_idle_for_long(redis:
         await redis.sadd(key, *heard)  # type: ignore[misc]
     for tenant, at in heard.items():
         await redis.hset(f"loraplex:{{{tenant}}}:written", "w", f"7 {at}")  # type: ignore[misc]
+    await redis.hset("loraplex:{busy}:written", "other", f"7 {now - 7_200_000}")  # type: ignore[misc]
     await redis.zadd("loraplex:{runs}:leases", {"r": now + 600_000})
     reaper = Reaper(redis, lease_s=0.004, days=200)
     await reaper.round()
