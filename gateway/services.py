@@ -36,10 +36,10 @@ from gateway.resolve import ModelResolver
 from gateway.settings import GatewaySettings
 from gateway.store_health import StoreHealth
 from gateway.template_host import TemplateHost
+from gateway.tenant_slots import Slots, download_slots, upload_slots
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
-from gateway.upload_slots import Slots, download_slots, upload_slots
 from gateway.upload_transfers import UploadTransfers
 from gateway.usage import UsageReader
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from adapters.blob_store import check_present
-from gateway.upload_slots import too_many_uploads
+from gateway.tenant_slots import too_many_uploads
 
 KEPT_S = 24 * 3600.0
 _GIVES_WAY_AFTER_S = 3600.0

@@ -55,10 +55,10 @@ from gateway.redis_client import connect
 from gateway.redis_health import RedisHealth
 from gateway.services import Services
 from gateway.settings import GatewaySettings
+from gateway.tenant_slots import download_slots, upload_slots
 from gateway.tenants import Tenants
 from gateway.tokenizer import Tokenizers
 from gateway.upload_sessions import UploadSessions
-from gateway.upload_slots import download_slots, upload_slots
 from gateway.upload_transfers import UploadTransfers
 from gateway.usage import UsageReader
 from protos.engine_pb2 import LinearModule, ModelInfo

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.upload_slots import DOWNLOADS_PER_TENANT
+from gateway.tenant_slots import DOWNLOADS_PER_TENANT
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
 
 
