@@ -6,7 +6,6 @@ The loop asks for one with `want`, goes on stepping, and learns of it from `poll
 
 from __future__ import annotations
 
-import errno
 import logging
 import queue
 import threading
@@ -15,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-from adapters.blob_store import CorruptBlob, StoreUnavailable
 from engine.adapter_counters import AdapterCounters
 from engine.eviction import GreedyDual, reload_cost
 from engine.host_copy import HostCopy
+from engine.load_outcomes import Loaded, LoadFailed, failed_by
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +39,6 @@ MAX_HANGING = NUM_LOAD_THREADS - MAX_LOADS
 READ_SECONDS = 60.0
 """After so long, those who wait for a read of the local disk are told that it hangs. What a remote store
 takes is for that store to bound, and the wait for a place does not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An adapter that has arrived in host memory, from where, and in how long."""
-
-    digest: bytes
-    copy: HostCopy
-    was_local: bool
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    """An adapter that could not be read, and why, in one sentence. A later `want` tries again."""
-
-    digest: bytes
-    reason: str
-    may_be_read_later: bool = False
-    """What is at fault is the store or the disk, and not what they keep."""
 
 
 class AdapterTiers:
@@ -337,14 +315,9 @@ class AdapterTiers:
                 outcome = LoadFailed(digest, fault)
             else:
                 outcome = Loaded(digest, copy, was_local, time.monotonic() - begin)
-        except OSError as error:
-            # Its text has a path, which is no client's business: the log has it.
-            logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
-            reason = f"the adapter's files could not be read ({error.strerror or type(error).__name__})"
-            outcome = LoadFailed(digest, reason, may_be_read_later=not _stays(error))
         except Exception as error:
             logger.warning("adapter %s did not load: %s", digest.hex()[:12], error)
-            outcome = LoadFailed(digest, str(error) or type(error).__name__)
+            outcome = failed_by(error, digest)
         self._reading.pop(digest, None)
         self._done.put(outcome)
         self._wake()
@@ -397,10 +370,3 @@ class AdapterTiers:
 def _hangs(digest: bytes) -> LoadFailed:
     reason = f"its files could not be read in {READ_SECONDS:.0f} seconds"
     return LoadFailed(digest, reason, may_be_read_later=True)
-
-
-def _stays(error: OSError) -> bool:
-    """Whether a later read would end alike: what is damaged, missing or too large stays so."""
-    if isinstance(error, CorruptBlob):
-        return True
-    return not isinstance(error, StoreUnavailable) and error.errno in (None, errno.ENOENT)

@@ -26,8 +26,9 @@ from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
 
 from engine.adapter_status import AdapterMemory, AdapterStatus, Residency
-from engine.adapter_tiers import AdapterTiers, LoadFailed
+from engine.adapter_tiers import AdapterTiers
 from engine.host_copy import HostCopy
+from engine.load_outcomes import LoadFailed
 from engine.rank_pages import RankPages
 from engine.scheduler.ahead import Ahead
 from engine.scheduler.claims import Claim, make_claim

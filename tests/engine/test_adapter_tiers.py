@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from builders import FakeAdapter, FakeStore, digest_of
 
-from adapters.blob_store import CorruptBlob, StoreUnavailable
+from adapters.blob_store import BlobNotFound, CorruptBlob, StoreUnavailable
 from engine import adapter_counters, adapter_tiers
 from engine.adapter_tiers import (
     MAX_AHEAD,
@@ -20,9 +20,8 @@ from engine.adapter_tiers import (
     MAX_LOADS,
     NUM_LOAD_THREADS,
     AdapterTiers,
-    Loaded,
-    LoadFailed,
 )
+from engine.load_outcomes import Loaded, LoadFailed
 
 
 @pytest.fixture
@@ -148,6 +147,7 @@ def test_what_the_system_says_of_a_path_stays_in_the_log(
         (StoreUnavailable("The bucket does not answer."), True),
         (OSError(errno.EIO, "Input/output error"), True),
         (CorruptBlob("The file is corrupt."), False),
+        (BlobNotFound(bytes(32)), False),
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
         (OSError("the adapter is larger than the cache"), False),
         (ValueError("no adapter"), False),
@@ -164,6 +164,19 @@ def test_a_store_that_is_away_is_told_from_what_it_keeps(
     tiers.want(digest_of("a"))
     (failure,) = poll_until(tiers, 1)
     assert isinstance(failure, LoadFailed) and failure.may_be_read_later is later
+
+
+@pytest.mark.parametrize("error", [CorruptBlob("The file f is corrupt."), BlobNotFound(bytes(32))])
+def test_who_asks_for_a_damaged_adapter_is_told_what_mends_it(
+    make_tiers: Callable[..., AdapterTiers], error: Exception
+) -> None:
+    def read(digest: bytes) -> FakeAdapter:
+        raise error
+
+    tiers = make_tiers(read=read)
+    tiers.want(digest_of("a"))
+    (failure,) = poll_until(tiers, 1)
+    assert isinstance(failure, LoadFailed) and failure.reason.endswith("upload them again")
 
 
 def test_reads_that_hang_keep_no_other_tenant_from_its_own(
