@@ -227,6 +227,8 @@ async def soak(stack: LedgerStack, requests: int, chaos: Chaos, seed: int = 1) -
 async def _kill_gateways(stack: LedgerStack, chaos: Chaos, draw: random.Random, evidence: Evidence) -> None:
     while True:
         await asyncio.sleep(draw.uniform(0.5, 1.5) * chaos.gateway_every_s)
+        if not all([await gateway.service.spec.healthy() for gateway in stack.gateways]):
+            continue  # or on a slow machine none would ever come up
         await _note_recorded(stack, evidence)
         gateway = draw.choice(stack.gateways)
         gateway.kill()
