@@ -247,7 +247,7 @@ def test_draining_refuses_what_is_new_and_ends_what_runs(running: Running) -> No
     assert reason == "REFUSED" and "about to stop" in error
 
 
-def test_status_prefetch_and_unload_are_answered(running: Running) -> None:
+def test_status_prefetch_pin_and_unload_are_answered(running: Running) -> None:
     digest = running.engine.store.add("a", rank=20)
     assert running.loop.prefetch(digest).result(10) == ""
     status = running.loop.status().result(10)
@@ -257,6 +257,8 @@ def test_status_prefetch_and_unload_are_answered(running: Running) -> None:
     assert adapter == running.loop.adapter(digest).result(10)
     assert (adapter.digest, adapter.rank, adapter.num_pages) == (digest, 20, 2)
     assert "no such adapter" in running.loop.prefetch(digest_of("missing")).result(10)
+    running.loop.pin(frozenset({digest}))
+    running.wait_for(lambda: running.loop.adapter(digest).result(10).is_pinned)
     running.loop.unload(digest)
     running.wait_for(lambda: not running.loop.status().result(10).residency)
 
