@@ -28,7 +28,7 @@ from gateway.batches import work
 from gateway.batches.batch import Batch, Status
 from gateway.batches.files import Files, new_file
 from gateway.batches.lines import check_lines
-from gateway.batches.store import Batches, LeaseLost
+from gateway.batches.store import Batches, Lease, LeaseLost
 from gateway.batches.upkeep import Upkeep
 from gateway.keys import Keys
 from gateway.tenants import Tenants
@@ -361,14 +361,20 @@ async def test_a_call_that_redis_gets_twice_counts_once(valkey_url: str) -> None
         assert await files.remove("acme", file.id), "it is in use once only"
 
 
+async def _claimed(redis: Redis, batches: Batches) -> Lease:
+    """A lease on the only batch, `batch_1` of acme."""
+    file = new_file("acme", "in.jsonl", "batch", 10)
+    await Files(redis).add(file, most_bytes=None)
+    await batches.create(a_batch("batch_1", file.id))
+    lease = await batches.claim(())
+    assert lease is not None
+    return lease
+
+
 async def test_a_lease_that_is_renewed_goes_on(valkey_url: str) -> None:
     async with Redis.from_url(valkey_url) as redis:
-        batches, files = Batches(redis, lease_s=600), Files(redis)
-        file = new_file("acme", "in.jsonl", "batch", 10)
-        await files.add(file, most_bytes=None)
-        await batches.create(a_batch("batch_1", file.id))
-        lease = await batches.claim(())
-        assert lease is not None
+        batches = Batches(redis, lease_s=600)
+        lease = await _claimed(redis, batches)
         await redis.zadd("loraplex:batches", {"acme batch_1": 1})  # as if it were over
         assert await batches.renew(lease) is Status.VALIDATING
         assert await batches.claim(()) is None
@@ -376,12 +382,9 @@ async def test_a_lease_that_is_renewed_goes_on(valkey_url: str) -> None:
 
 async def test_a_batch_that_is_being_cancelled_moves_nowhere_else(valkey_url: str) -> None:
     async with Redis.from_url(valkey_url) as redis:
-        batches, files = Batches(redis, lease_s=10), Files(redis)
-        file = new_file("acme", "in.jsonl", "batch", 10)
-        await files.add(file, most_bytes=None)
-        await batches.create(a_batch("batch_1", file.id))
-        lease = await batches.claim(())
-        assert lease is not None and await batches.cancel("acme", "batch_1")
+        batches = Batches(redis, lease_s=10)
+        lease = await _claimed(redis, batches)
+        assert await batches.cancel("acme", "batch_1")
         for status, of in (
             (Status.IN_PROGRESS, Status.VALIDATING),
             (Status.FINALIZING, Status.IN_PROGRESS),
@@ -401,12 +404,8 @@ async def test_a_batch_that_is_gone_is_looked_for_once(valkey_url: str) -> None:
 
 async def test_any_number_of_results_moves_at_once(valkey_url: str) -> None:
     async with Redis.from_url(valkey_url) as redis:
-        batches, files = Batches(redis, lease_s=10), Files(redis)
-        file = new_file("acme", "in.jsonl", "batch", 10)
-        await files.add(file, most_bytes=None)
-        await batches.create(a_batch("batch_1", file.id))
-        lease = await batches.claim(())
-        assert lease is not None
+        batches = Batches(redis, lease_s=10)
+        lease = await _claimed(redis, batches)
         await redis.hset(f"{root_of('acme')}:batch:batch_1:results", mapping={"9000": "+a", "9001": "+b"})  # type: ignore[misc]
         await batches.spill(lease, "acme/results", range(9001))
         assert await batches.results("acme", "batch_1") == {9001: b"+b"}
