@@ -203,8 +203,14 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling``."""
-    stated: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """Both spellings: ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling``.
+
+    Where both are there, or an original length stands beside them, the one counts that transformers takes.
+    """
+    stated: Mapping[str, Any] = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:
+        stated = {**stated, "original_max_position_embeddings": original}
     theta = float(stated.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = stated.get("rope_type") or stated.get("type") or "default"
     if float(raw.get("partial_rotary_factor") or stated.get("partial_rotary_factor") or 1.0) != 1.0:

@@ -17,6 +17,14 @@ import torch
 from engine.model.config import ModelConfig, RopeConfig, known_tokens, limit_context, parse_yarn
 from engine.model.errors import ModelNotAvailable, UnsupportedModel
 
+_YARN_USUAL = {
+    "attn_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_log_multiplier": 0.0,
+}
+"""What these fields say of the YaRN that is computed here."""
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
@@ -257,13 +265,23 @@ def _parse_rope(file: GgufFile) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta, "linear", factor=float(file.field("rope.scaling.factor")))
     if kind == "yarn":
-        length = int(file.field("context_length"))
-        stated = {
-            "factor": file.field("rope.scaling.factor"),
-            "original_max_position_embeddings": file.field("rope.scaling.original_context_length", length),
-        }
-        return parse_yarn(stated, theta, length)
+        return _parse_yarn(file, theta)
     raise UnsupportedModel(f"RoPE scaling {kind!r} of this GGUF file is not supported.")
+
+
+def _parse_yarn(file: GgufFile, theta: float) -> RopeConfig:
+    for name, usual in _YARN_USUAL.items():
+        value = float(file.field(f"rope.scaling.{name}", usual))
+        if value != usual:
+            raise UnsupportedModel(f"A {name} of {value:g} for YaRN is not supported in a GGUF file.")
+    length = int(file.field("context_length"))
+    stated = {
+        "factor": file.field("rope.scaling.factor"),
+        "original_max_position_embeddings": file.field("rope.scaling.original_context_length", length),
+        "beta_fast": file.field("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": file.field("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    return parse_yarn(stated, theta, length)
 
 
 def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:

@@ -76,6 +76,9 @@ def write_gguf(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(yarn["factor"])
         writer.add_rope_scaling_orig_ctx_len(yarn["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(yarn["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(yarn["beta_slow"])
+        writer.add_rope_scaling_yarn_ext_factor(yarn.get("ext_factor", 1.0))
     for name, value in (fields or {}).items():
         writer.add_string(name, value)
     for name, tensor in model.state_dict().items():
@@ -114,7 +117,7 @@ def test_logits_equal_the_model_that_was_written(variant: str, tmp_path: Path) -
         expected_model = save_tiny_model(tmp_path / "hf", rope_parameters=LLAMA3_ROPE)
         factors = llama3_factors(expected_model)
     elif variant == "yarn":
-        yarn = YARN
+        yarn = {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}
         expected_model = save_tiny_model(tmp_path / "hf", rope_parameters=yarn)
     else:
         expected_model = save_tiny_model(tmp_path / "hf", tie_word_embeddings=variant == "tied")
@@ -137,6 +140,14 @@ def test_unknown_architecture_and_rope_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "b.gguf", model, "llama", fields={"llama.rope.scaling.type": "longrope"})
     with pytest.raises(UnsupportedModel, match="longrope"):
         parse_gguf_config(GgufFile(tmp_path / "b.gguf"), max_model_len=None)
+
+
+def test_a_yarn_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "hf")
+    yarn = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "ext_factor": 0.5}
+    write_gguf(tmp_path / "model.gguf", model, "llama", yarn=yarn)
+    with pytest.raises(UnsupportedModel, match=r"yarn_ext_factor of 0\.5"):
+        parse_gguf_config(GgufFile(tmp_path / "model.gguf"), max_model_len=None)
 
 
 def test_a_bias_that_is_not_computed_is_refused(tmp_path: Path) -> None:
