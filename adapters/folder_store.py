@@ -12,6 +12,7 @@ after it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -250,40 +251,47 @@ class FolderStore:
             _sync_folder(self._blobs)
         try:
             source.rename(target)
-        except OSError:
-            # Renaming onto a folder that holds files fails: somebody was faster, with the same content.
-            if not target.is_dir():
+        except OSError as error:
+            # Renaming onto a folder that holds files fails: somebody was faster, with the same content,
+            # which may be gone again by now.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not target.is_dir():
                 raise
             return False
         _sync_folder(target.parent)
         return True
 
-    def _mend(self, digest: bytes, built: Path, files: Mapping[str, Any]) -> bool:
-        """Makes the blob of `digest`, which is there, whole again. `files` describes those in `built`.
-        Returns whether `built` has taken its place.
+    def _mend(self, digest: bytes, built: Path, files: Mapping[str, Any]) -> bool | None:
+        """Makes the blob of `digest`, which is there, whole again. `files` describes those in `built`, which
+        may be gone from there afterwards. Returns whether `built` has taken its place. None: the blob was
+        taken away meanwhile.
         """
         folder = self._folder(digest)
         try:
-            listed = self.manifest(digest).get("files", {})
-        except (BlobNotFound, CorruptBlob):
-            listed = {}
-        if listed == files:
-            # Whoever reads meanwhile, reads the same. A look at what is there would take longer than none; to
-            # free it, which no sync is to wait for, is left to whoever removes `built`.
-            for name in files:
-                with suppress(FileNotFoundError):
-                    os.link(folder / name, built / f".{name}")
-                (built / name).rename(folder / name)
-            _sync_folder(folder)
-            return False
-        if listed and all(_has_size(folder / name, about["bytes"]) for name, about in listed.items()):
-            return False
-        while not self._move_in(built, digest):
-            aside = self._staging / secrets.token_hex(16)
-            with suppress(FileNotFoundError):  # somebody else mends it, too
-                folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-        return True
+            # By its descriptor, since another may have its name at any time, with other files.
+            with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as found:
+                listed = _listed_in(found)
+                if listed == files:
+                    # Whoever reads meanwhile, reads the same. A look at what is there would take longer than
+                    # none; to free it, which no sync is to wait for, is left to whoever removes `built`.
+                    for name in files:
+                        with suppress(FileNotFoundError):
+                            os.link(name, built / f".{name}", src_dir_fd=found)
+                        os.rename(built / name, name, dst_dir_fd=found)
+                    os.fsync(found)
+                elif not listed or not _have_their_sizes(found, listed):
+                    while not self._move_in(built, digest):
+                        aside = self._staging / secrets.token_hex(16)
+                        with suppress(FileNotFoundError):  # somebody else mends it, too
+                            folder.rename(aside)
+                        shutil.rmtree(aside, ignore_errors=True)
+                    return True
+                if os.path.samestat(os.fstat(found), folder.stat()):
+                    return False
+        except OSError as error:
+            # ESTALE is what NFS says of an open folder that another machine has removed.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        return None
 
 
 @dataclass(frozen=True)
@@ -331,11 +339,17 @@ class FolderStaging:
     def publish(self, digest: bytes, manifest: Mapping[str, Any]) -> bool:
         """Makes the staged files the blob of `digest`, with `manifest` beside them; see `Staging`."""
         described = {**manifest, "files": describe_files(self.path, self.hashes)}
+        while (is_new := self._publish(digest, described)) is None:
+            pass
+        return is_new
+
+    def _publish(self, digest: bytes, described: Mapping[str, Any]) -> bool | None:
+        """Publishes once. None: what was there, and kept these files out, was taken away meanwhile."""
         # The same files in a second folder: the first stays, so that it can be published again.
         built = self._store.stage().path
         try:
-            for file in self.path.iterdir():
-                os.link(file, built / file.name)
+            for name in described["files"]:
+                os.link(self.path / name, built / name)
             (built / MANIFEST_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
             for file in built.iterdir():
                 file.chmod(_FILE_MODE)
@@ -347,9 +361,18 @@ class FolderStaging:
             shutil.rmtree(built, ignore_errors=True)
 
 
-def _has_size(file: Path, nbytes: int) -> bool:
+def _listed_in(folder: int) -> Mapping[str, Any]:
+    """The files that the manifest in an open folder lists: none where it is missing or damaged."""
     try:
-        return file.stat().st_size == nbytes
+        with open(os.open(MANIFEST_FILE, os.O_RDONLY, dir_fd=folder), "rb") as file:
+            return parse_manifest(file.read(), MANIFEST_FILE).get("files", {})
+    except (FileNotFoundError, CorruptBlob):
+        return {}
+
+
+def _have_their_sizes(folder: int, listed: Mapping[str, Any]) -> bool:
+    try:
+        return all(os.stat(name, dir_fd=folder).st_size == about["bytes"] for name, about in listed.items())
     except FileNotFoundError:
         return False
 
@@ -359,8 +382,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _sync(path: Path, flags: int) -> None:
+    with _opened(path, flags) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
     descriptor = os.open(path, flags)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,3 +213,111 @@ def test_a_store_whose_volume_has_vanished_lacks_nothing_and_takes_nothing(
     root.rmdir()
     (tmp_path / "elsewhere").rename(root)
     assert store.contains(DIGEST) and store.read_record("names/acme/sql/1") == {}
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> None:
+    """Has `act` happen once, when a publication is about to replace a blob's file of that name."""
+    link, waiting = os.link, [act]
+
+    def linked(source: Path, target: Path, **how: Any) -> None:
+        if target.name == f".{name}" and waiting:
+            waiting.pop()()
+        link(source, target, **how)
+
+    monkeypatch.setattr(os, "link", linked)
+
+
+def contents(store: FolderStore) -> dict[str, bytes]:
+    assert store.is_intact(DIGEST)
+    folder = store.path(DIGEST)
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != MANIFEST_FILE}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_never_get_into_the_blob_that_took_the_place_of_theirs(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    others = {name: b"written otherwise" for name in FILES}
+    publish(store)
+    (store.path(DIGEST) / "adapter_model.safetensors").unlink()
+    replaced: list[bool] = []
+    meanwhile(monkeypatch, name, lambda: replaced.append(publish(store, files=others)))
+    assert not publish(store)
+    assert replaced == [True] and contents(store) == others
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_a_blob_withdrawn_while_it_is_published_is_there_afterwards(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch, name: str, is_purged: bool
+) -> None:
+    publish(store)
+
+    def withdraw() -> None:
+        trashed = store.withdraw(DIGEST)
+        assert trashed is not None
+        if is_purged:
+            trashed.purge()
+
+    meanwhile(monkeypatch, name, withdraw)
+    assert publish(store) and contents(store) == FILES
+    for trashed in store.trashed():
+        trashed.restore()
+        trashed.purge()
+    assert contents(store) == FILES
+
+
+def test_a_manifest_is_read_where_its_files_are_replaced(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when what has its name meanwhile lists the same files, and is gone again before they are."""
+    others = {name: b"written otherwise" for name in FILES}
+    publish(store, files=others)
+    open_, withdrawn = os.open, []
+
+    def opened(path: Path, flags: int, **how: Any) -> int:
+        descriptor = open_(path, flags, **how)
+        if Path(path).name == DIGEST.hex() and not withdrawn:
+            withdrawn.append(store.withdraw(DIGEST))
+            publish(store)
+        return descriptor
+
+    def put_back() -> None:
+        same = store.withdraw(DIGEST)
+        assert same is not None
+        same.purge()
+        withdrawn[0].restore()
+
+    monkeypatch.setattr(os, "open", opened)
+    meanwhile(monkeypatch, "adapter_config.json", put_back)
+    assert not publish(store) and contents(store) == others
+
+
+def test_a_blob_removed_by_another_machine_fails_no_upload(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store)
+
+    def remove() -> None:
+        shutil.rmtree(store.path(DIGEST))
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    meanwhile(monkeypatch, "adapter_config.json", remove)
+    assert publish(store) and contents(store) == FILES
+
+
+def test_a_blob_that_was_in_the_way_and_is_gone_fails_no_upload(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store)
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        try:
+            return rename(self, target)
+        except OSError:
+            assert store.withdraw(DIGEST) is not None
+            raise
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert publish(store) and contents(store) == FILES
