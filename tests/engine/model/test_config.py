@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from engine.model.config import ModelConfig, parse_hf_config
 from engine.model.errors import UnsupportedModel
@@ -61,6 +63,21 @@ def test_old_and_new_spelling_of_rope_agree() -> None:
     old = parse(rope_theta=500000.0, rope_scaling=scaling)
     assert old.rope == parse(rope_parameters={**scaling, "rope_theta": 500000.0}).rope
     assert parse(rope_theta=500000.0, rope_scaling=None).rope.theta == 500000.0
+
+
+def test_of_what_files_say_twice_that_counts_which_transformers_takes() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    cases: list[dict[str, Any]] = [
+        {"rope_scaling": yarn, "original_max_position_embeddings": 1024},
+        {"rope_scaling": linear, "rope_parameters": yarn},
+    ]
+    for fields in cases:
+        theirs: Any = LlamaConfig(**deepcopy(fields))
+        theirs.standardize_rope_params()  # as its model does
+        stated, ours = theirs.rope_parameters, parse(**fields).rope
+        assert ours.kind == stated["rope_type"]
+        assert ours.original_max_len == stated.get("original_max_position_embeddings", 0)
 
 
 def test_yarn_stretches_the_context() -> None:

@@ -59,11 +59,6 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             }
         },
     ),
-    "yarn, its length beside it": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {"rope_parameters": YARN, "original_max_position_embeddings": 32},
-    ),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
