@@ -156,7 +156,12 @@ class Authenticator:
             return entry
         if key_id in self._unknown and self._fresh(self._unknown[key_id], now, _UNKNOWN_CACHE_S):
             return None
-        may_wait = entry is not None and now - entry.checked_at < self._grace_s
+        # Counted as `/ready` counts it; the age bounds it where Redis answers pings, and no look-up in time.
+        may_wait = (
+            entry is not None
+            and self._health.silent_s < self._grace_s
+            and now - entry.checked_at < self._cache_s + self._grace_s
+        )
         if may_wait and self._health.is_away:
             return entry
         try:

@@ -50,7 +50,7 @@ class RedisHealth:
 
     async def answers(self) -> bool:
         """Pings it, and says whether an answer came at once."""
-        is_there = await self._ping()
+        is_there = await self._ping(_ANSWER_S)
         if not is_there:
             self._watch()
         return is_there
@@ -61,13 +61,15 @@ class RedisHealth:
             self._probe = tasks.start(self._until_it_answers(), "probe of Redis")
 
     async def _until_it_answers(self) -> None:
-        while not await self._ping():
+        # For as long as the client gives any call: a Redis that is slow is not away. To break a ping off
+        # would cost its connection, and a new one takes several answers more.
+        while not await self._ping(None):
             await asyncio.sleep(_PAUSE_S)
         self._probe, self._is_away = None, False
 
-    async def _ping(self) -> bool:
+    async def _ping(self, within_s: float | None) -> bool:
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(within_s):
                 await self._redis.ping()
         except (RedisError, OSError, TimeoutError):
             return False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from pydantic import SecretStr
@@ -331,6 +333,28 @@ async def test_while_redis_is_away_known_keys_work_and_unknown_ones_get_503(
     finally:
         server.stop()
     assert key not in caplog.text and other not in caplog.text
+
+
+async def test_a_known_key_goes_on_for_as_long_as_redis_is_silent_not_since_it_was_checked(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with door(valkey_url, cache_s=60, grace_s=30) as opened:
+        key_id, key = await new_key(opened)
+        await followed(opened)
+        assert await opened.status(key) == 200
+        entry = opened.authenticator._entries[key_id]
+
+        def checked_before(seconds: float) -> None:
+            opened.authenticator._entries[key_id] = replace(entry, checked_at=entry.checked_at - seconds)
+
+        monkeypatch.setattr(opened.authenticator, "_key_lookup", AsyncMock(side_effect=TimeoutError))
+        checked_before(61)
+        assert await opened.status(key) == 200
+        checked_before(90)
+        assert await opened.status(key) == 503
+        checked_before(61)
+        monkeypatch.setattr(RedisHealth, "silent_s", 30.0)
+        assert await opened.status(key) == 503
 
 
 async def test_the_operators_key_is_made_once_and_belongs_to_no_tenant(valkey_url: str) -> None:

@@ -80,6 +80,7 @@ async def test_it_is_away_until_it_answers(valkey: Frozen, monkeypatch: pytest.M
         await redis.ping()
         assert not health.is_away
         valkey.stand_still()
+        assert not await health.answers()
         health.failed()
         for _ in range(20):
             await asyncio.sleep(0.1)
@@ -94,6 +95,21 @@ async def test_one_vain_call_does_not_make_it_be_away(valkey: Frozen) -> None:
     async with healthy(valkey.url) as (_, health):
         health.failed()
         await until_it_is_back(health)
+
+
+async def test_one_that_is_slow_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_health, "_ANSWER_S", 0.01)
+
+    class Slow:
+        async def ping(self) -> None:
+            await asyncio.sleep(0.1)
+
+    health = RedisHealth(cast(Redis, Slow()))
+    health.failed()
+    assert not await health.answers(), "an answer does not come at once"
+    assert health.silent_s > 0
+    await until_it_is_back(health)
+    assert health.silent_s == 0
 
 
 @pytest.mark.parametrize("fault", [RedisError("loading"), OSError("no route"), TimeoutError()])
