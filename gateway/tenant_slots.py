@@ -44,10 +44,10 @@ def upload_slots(per_tenant: int) -> Slots:
 
 
 def download_slots() -> Slots:
-    """Those for files that are sent from the store."""
+    """Those for files that are sent from the store, and for lists of an adapter's files."""
     return Slots(
         DOWNLOADS_PER_TENANT,
-        lambda most: _too_many(f"{most} files are sent to this tenant at the moment", "too_many_downloads"),
+        lambda most: _too_many(f"{most} files are sent or listed for this tenant now", "too_many_downloads"),
     )
 
 

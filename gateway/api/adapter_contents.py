@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
@@ -95,7 +94,8 @@ async def list_files(name: str, request: Request, caller: Caller) -> dict[str, A
     """Lists the files of a version, `sql@3`, or of the live one, `sql`, as they were uploaded."""
     services: Services = request.app.state.services
     version = await _version(services, caller, *own_ref(name))
-    files = await _files_of(services, version)
+    with services.download_slots.taken(caller.tenant_id):
+        files = await _files_of(services, version)
     data = [{"name": file, **about} for file, about in sorted(files.about.items())]
     adapter = version_object(version) | {"digest_format": files.digest_format}
     return {"object": "list", "adapter": adapter, "data": data}
@@ -107,15 +107,17 @@ async def download_file(name: str, file: str, request: Request, caller: Caller) 
     """Sends one file of a version."""
     services: Services = request.app.state.services
     version = await _version(services, caller, *own_ref(name))
-    files = (await _files_of(services, version)).about
-    if file not in files:
-        message = f"{version.ref} has no file {file[:80]!a}. It has {', '.join(sorted(files))}."
-        raise ApiError(404, message, type="invalid_request_error", code="file_not_found", param="file")
-    headers = {"Content-Length": str(files[file]["bytes"]), "ETag": f'"{files[file]["sha256"]}"'}
-    with holding(services.download_slots.taken(caller.tenant_id)) as held:
+    async with holding(services.download_slots.taken(caller.tenant_id)) as held:
+        files = (await _files_of(services, version)).about
+        if file not in files:
+            message = f"{version.ref} has no file {file[:80]!a}. It has {', '.join(sorted(files))}."
+            raise ApiError(404, message, type="invalid_request_error", code="file_not_found", param="file")
+        headers = {"Content-Length": str(files[file]["bytes"]), "ETag": f'"{files[file]["sha256"]}"'}
         chunks = services.store.chunks(version.digest, file)
         async with _present(version):
             first = await in_store_thread(next, chunks, b"")
+        # It waits for what it has begun to fetch, and the slot is free only then.
+        held.push_async_callback(in_store_thread, _close, chunks)
         return Download(_pieces(first, chunks), headers=headers, held=held.pop_all())
 
 
@@ -164,14 +166,10 @@ async def _present(*versions: AdapterVersion) -> AsyncIterator[None]:
 
 async def _pieces(first: bytes, others: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
     """The pieces of a file, of which one has been read, up to the end or an empty one."""
-    try:
-        piece = first
-        while piece:
-            yield piece
-            piece = await in_store_thread(next, others, b"")
-    finally:
-        # It waits for what it has begun to fetch, also when the client has gone.
-        await asyncio.shield(in_store_thread(_close, others))
+    piece = first
+    while piece:
+        yield piece
+        piece = await in_store_thread(next, others, b"")
 
 
 def _close(pieces: Generator[bytes, None, None]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
+from adapters.blob_store import StoreUnavailable
 from adapters.file_store import FileStore
 from adapters.store_threads import in_store_thread
 from gateway.api.counted import count_file_calls
@@ -104,10 +105,10 @@ async def read_file_content(file_id: str, request: Request, caller: Caller) -> S
     """Sends what is in a file."""
     services: Services = request.app.state.services
     file = await _file(request, caller, file_id)
-    store, length = services.file_store, min(_PIECE_BYTES, file.bytes)
-    with holding(services.download_slots.taken(caller.tenant_id)) as held:
+    store = services.file_store
+    async with holding(services.download_slots.taken(caller.tenant_id)) as held:
         async with store_faults():
-            first = await in_store_thread(store.read, file.name, 0, length)
+            first = await _piece(store, file, 0)
         pieces = _pieces(store, file, first)
         return Download(pieces, headers={"Content-Length": str(file.bytes)}, held=held.pop_all())
 
@@ -170,7 +171,15 @@ def _put(store: FileStore, file: StoredFile, form: IncomingForm) -> None:
 async def _pieces(store: FileStore, file: StoredFile, first: bytes) -> AsyncIterator[bytes]:
     yield first
     for start in range(len(first), file.bytes, _PIECE_BYTES):
-        yield await in_store_thread(store.read, file.name, start, min(_PIECE_BYTES, file.bytes - start))
+        yield await _piece(store, file, start)
+
+
+async def _piece(store: FileStore, file: StoredFile, start: int) -> bytes:
+    length = min(_PIECE_BYTES, file.bytes - start)
+    piece = await in_store_thread(store.read, file.name, start, length)
+    if len(piece) != length:
+        raise StoreUnavailable(f"The file {file.name} in the store has been cut. Put it back from a backup.")
+    return piece
 
 
 async def _check_room(services: Services, caller: Principal, more: int) -> None:

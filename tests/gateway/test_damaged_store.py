@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 
 from adapters import folder_store
 from adapters.blob_store import read_file
-from gateway.api.adapter_contents import _pieces
 from tests.gateway.control_plane import ControlPlane, adapter_files, control_plane
 from tests.gateway.test_resumable_uploads import begin
 
@@ -100,21 +97,3 @@ async def test_a_manifest_that_cannot_be_read_is_the_stores_fault(valkey_url: st
         assert (await plane.upload(acme, files)).status_code == 201
         answer = await plane.client.get(f"/v1/adapters/sql/files/{WEIGHTS}", headers=acme)
         assert answer.content == files[WEIGHTS]
-
-
-async def test_what_a_download_has_begun_to_fetch_ends_in_a_thread() -> None:
-    """To wait for it on the event loop would hold everybody up."""
-    ended: list[threading.Thread] = []
-
-    def fetch() -> Generator[bytes, None, None]:
-        try:
-            while True:
-                yield b"piece"
-        finally:
-            ended.append(threading.current_thread())
-
-    chunks = fetch()
-    pieces = _pieces(next(chunks), chunks)
-    assert [await anext(pieces), await anext(pieces)] == [b"piece", b"piece"]
-    await pieces.aclose()  # type: ignore[attr-defined]
-    assert len(ended) == 1 and ended[0] is not threading.main_thread()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,5 +95,79 @@ async def test_a_download_holds_its_place_until_it_has_been_sent_or_its_client_h
         async with plane.client.stream("GET", path, headers=acme) as answer:
             assert answer.status_code == 200
             assert slots._taken["acme"] == 1
+        await asyncio.sleep(0.3)
+        assert slots._taken["acme"] == 1, "a piece is still being read"
         goes_on.set()
         await until(lambda: not slots._taken)
+
+
+async def test_what_a_download_has_begun_to_fetch_ends_in_a_thread_before_its_place_is_free(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To wait for it on the event loop would hold everybody up."""
+    goes_on, ended = threading.Event(), list[threading.Thread]()
+
+    def endless(digest: bytes, name: str) -> Iterator[bytes]:
+        try:
+            while True:
+                yield bytes(1024 * 1024)
+        finally:
+            ended.append(threading.current_thread())
+            goes_on.wait(120)
+
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme")
+        assert (await plane.upload(acme, adapter_files())).status_code == 201
+        slots, store = plane.services.download_slots, plane.services.store
+        files = {"adapter_config.json": {"bytes": 2**40, "sha256": "0"}}
+        monkeypatch.setattr(store, "manifest", lambda digest: {"files": files})
+        monkeypatch.setattr(store, "chunks", endless)
+        path = "/v1/adapters/sql/files/adapter_config.json"
+        async with plane.client.stream("GET", path, headers=acme) as answer:
+            assert answer.status_code == 200
+        await until(lambda: ended)
+        await asyncio.sleep(0.3)
+        assert slots._taken["acme"] == 1
+        goes_on.set()
+        await until(lambda: not slots._taken)
+        assert len(ended) == 1 and ended[0] is not threading.main_thread()
+
+
+async def test_a_manifest_that_hangs_holds_a_tenant_to_its_places(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme")
+        assert (await plane.upload(acme, adapter_files())).status_code == 201
+        listed, file = "/v1/adapters/sql/files", "/v1/adapters/sql/files/adapter_config.json"
+        slots = plane.services.download_slots
+        with hanging(plane.services.store, "manifest", monkeypatch) as go_on:
+            asked = [listed, file] * (DOWNLOADS_PER_TENANT // 2)
+            waiting = [
+                asyncio.create_task(plane.client.get(path, headers=acme, timeout=120)) for path in asked
+            ]
+            await until(lambda: slots._taken["acme"] == DOWNLOADS_PER_TENANT)
+            for path in (listed, file):
+                refused = await plane.client.get(path, headers=acme, timeout=120)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_downloads")
+            go_on()
+            assert {(await task).status_code for task in waiting} == {200}
+        await until(lambda: not slots._taken)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 1024 * 1024])
+async def test_a_file_that_has_been_cut_is_503_or_breaks_off_and_the_log_says_so(
+    valkey_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    async with control_plane(valkey_url, tmp_path) as plane:
+        acme = await plane.tenant("acme", "inference")
+        form = {"file": ("lines.jsonl", b" " * (2 * 1024 * 1024))}
+        made = await plane.client.post("/v1/files", headers=acme, data={"purpose": "batch"}, files=form)
+        file_id = made.json()["id"]
+        os.truncate(tmp_path / "store" / "files" / "acme" / file_id, kept)
+        if kept < 1024 * 1024:
+            assert (await content_of(plane, acme, file_id)).status_code == 503
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await content_of(plane, acme, file_id)
+        assert "has been cut" in caplog.text and "Traceback" not in caplog.text
