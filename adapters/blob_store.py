@@ -139,10 +139,6 @@ class BlobStore(Protocol):
 
     def contains(self, digest: bytes) -> bool: ...
 
-    def is_intact(self, digest: bytes) -> bool:
-        """Whether the store has the blob, and each file is what its manifest says. Reads all of them."""
-        ...
-
     def manifest(self, digest: bytes) -> dict[str, Any]:
         """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
         ...
@@ -297,6 +293,17 @@ def check_record_path(path: str) -> str:
     if _RECORD.fullmatch(path) is None:
         raise ValueError(f"{path!a} is no path of a record")
     return path
+
+
+def is_intact(store: BlobStore, digest: bytes) -> bool:
+    """Whether a store has a blob, and each file is what the manifest says. Reads all of them."""
+    try:
+        for name in store.manifest(digest)["files"]:
+            for _ in store.chunks(digest, name):
+                pass
+    except (BlobNotFound, CorruptBlob, KeyError):
+        return False
+    return True
 
 
 def parse_manifest(raw: bytes, name: str) -> dict[str, Any]:

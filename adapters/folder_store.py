@@ -104,16 +104,6 @@ class FolderStore:
     def discard(self, digest: bytes) -> None:
         """Nothing: there are no copies of blobs."""
 
-    def is_intact(self, digest: bytes) -> bool:
-        """Whether the blob is there, and each file is what its manifest says. Reads all of them."""
-        try:
-            for name in self.manifest(digest)["files"]:
-                for _ in self.chunks(digest, name):
-                    pass
-        except (BlobNotFound, CorruptBlob, KeyError):
-            return False
-        return True
-
     def manifest(self, digest: bytes) -> dict[str, Any]:
         """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
         file = self.path(digest) / MANIFEST_FILE

@@ -77,17 +77,6 @@ class S3Store:
     def contains(self, digest: bytes) -> bool:
         return self.objects.get(_manifest_key(digest)) is not None
 
-    def is_intact(self, digest: bytes) -> bool:
-        """Whether the blob is there, and each file is what its manifest says. Fetches all of them."""
-        try:
-            manifest = self.manifest(digest)
-            for name in manifest["files"]:
-                for _ in self._pieces(digest, manifest, name):
-                    pass
-        except (BlobNotFound, CorruptBlob):
-            return False
-        return True
-
     def manifest(self, digest: bytes) -> dict[str, Any]:
         """What was published beside the files. Raises `BlobNotFound`, `CorruptBlob`."""
         key = _manifest_key(digest)
@@ -104,7 +93,12 @@ class S3Store:
         manifest = self.manifest(digest)
         if name not in manifest["files"]:
             raise BlobNotFound(digest)
-        yield from self._pieces(digest, manifest, name)
+        pieces = (
+            bytes(part[start : start + PIECE_BYTES])
+            for part in self._parts(digest, manifest, name)
+            for start in range(0, len(part), PIECE_BYTES)
+        )
+        yield from verified(pieces, manifest["files"][name]["sha256"], corrupt_file(digest, name))
 
     def copy_file(self, digest: bytes, name: str, target: Path) -> None:
         """Fetches one file of a blob to `target`, verified. Raises `BlobNotFound`, `CorruptBlob`."""
@@ -248,14 +242,6 @@ class S3Store:
             os.fsync(file.fileno())
         if sha.hexdigest() != manifest["files"][name]["sha256"]:
             raise CorruptBlob(corrupt_file(digest, name))
-
-    def _pieces(self, digest: bytes, manifest: Mapping[str, Any], name: str) -> Iterator[bytes]:
-        pieces = (
-            bytes(part[start : start + PIECE_BYTES])
-            for part in self._parts(digest, manifest, name)
-            for start in range(0, len(part), PIECE_BYTES)
-        )
-        yield from verified(pieces, manifest["files"][name]["sha256"], corrupt_file(digest, name))
 
     def _parts(self, digest: bytes, manifest: Mapping[str, Any], name: str) -> Iterator[memoryview]:
         key = f"{_blob_key(digest)}/{manifest[_GENERATION]}/{name}"

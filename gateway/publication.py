@@ -13,7 +13,7 @@ import anyio.to_thread
 from adapters import lifecycle
 from adapters.adapter_files import is_weights
 from adapters.base_model import BaseModelShape
-from adapters.blob_store import BlobStore, Staging
+from adapters.blob_store import BlobStore, Staging, is_intact
 from adapters.identity import InvalidName, check_name
 from adapters.registry import AdapterNotFound, AdapterVersion, Quota
 from adapters.safetensors_header import MAX_HEADER_BYTES
@@ -126,7 +126,7 @@ async def publish_known(
             return None
         with services.upload_slots.taken(caller.tenant_id):
             async with store_faults():
-                if not await in_store_thread(services.store.is_intact, summary.digest):
+                if not await in_store_thread(is_intact, services.store, summary.digest):
                     return None
         await lifecycle.recall(services.registry, services.store, caller.tenant_id, options.name)
         version = await services.registry.add_version(

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from adapters import lifecycle
-from adapters.blob_store import MANIFEST_FILE, BlobStore, Trashed, open_store
+from adapters.blob_store import MANIFEST_FILE, BlobStore, Trashed, is_intact, open_store
 from adapters.collector import collect, note_orphans, tidy
 from adapters.folder_store import FolderStore
 from adapters.registry import AdapterNotFound, AdapterVersion, Registry
@@ -251,7 +251,7 @@ async def test_a_manifest_that_cannot_be_read_keeps_nothing_else_in_the_store(
     await tidy(registry, store, abandoned_after_s=3600, grace_s=0)
     assert list(store.digests()) == [] and store.trashed() == []
     again = await upload(registry, store, "damaged", 1)
-    assert store.is_intact(again.digest) and not store.contains(gone.digest)
+    assert is_intact(store, again.digest) and not store.contains(gone.digest)
 
 
 async def test_what_cannot_be_removed_keeps_nothing_else_in_the_store(

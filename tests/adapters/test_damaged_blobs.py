@@ -16,6 +16,7 @@ from adapters.blob_store import (
     BlobStore,
     CorruptBlob,
     StoreUnavailable,
+    is_intact,
     open_store,
     read_file,
 )
@@ -74,14 +75,14 @@ def put(store: BlobStore, name: str, content: bytes | None) -> None:
 def damaged(request: pytest.FixtureRequest, store: BlobStore) -> BlobStore:
     """A store with a blob that is not what it was."""
     publish(store)
-    assert store.is_intact(DIGEST)
+    assert is_intact(store, DIGEST)
     put(store, *DAMAGE[request.param])
-    assert not store.is_intact(DIGEST)
+    assert not is_intact(store, DIGEST)
     return store
 
 
 def assert_holds(store: BlobStore, files: Mapping[str, bytes]) -> None:
-    assert store.is_intact(DIGEST)
+    assert is_intact(store, DIGEST)
     assert {name: read_file(store, DIGEST, name) for name in store.manifest(DIGEST)["files"]} == files
 
 
@@ -107,7 +108,7 @@ def test_uploads_that_mend_it_at_once_never_make_a_mix(store: BlobStore) -> None
     uploads = [{name: str(number).encode() for name in FILES} for number in range(24)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda files: publish(store, files), uploads))
-    assert store.is_intact(DIGEST)
+    assert is_intact(store, DIGEST)
     assert len({read_file(store, DIGEST, name) for name in FILES}) == 1
     put(store, WEIGHTS, b"")
     files = {name: read_file(store, DIGEST, CONFIG) for name in FILES}
@@ -117,7 +118,7 @@ def test_uploads_that_mend_it_at_once_never_make_a_mix(store: BlobStore) -> None
 
 
 def test_a_blob_that_is_not_there_is_not_intact(store: BlobStore) -> None:
-    assert not store.is_intact(DIGEST)
+    assert not is_intact(store, DIGEST)
 
 
 @pytest.mark.parametrize("files", [FILES, OTHER_FILES])

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from adapters.blob_store import MANIFEST_FILE, StoreUnavailable, open_reader
+from adapters.blob_store import MANIFEST_FILE, StoreUnavailable, is_intact, open_reader
 from adapters.folder_store import FolderStore
 
 DIGEST = hashlib.sha256(b"one").digest()
@@ -228,7 +228,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], obje
 
 
 def contents(store: FolderStore) -> dict[str, bytes]:
-    assert store.is_intact(DIGEST)
+    assert is_intact(store, DIGEST)
     folder = store.path(DIGEST)
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != MANIFEST_FILE}
 

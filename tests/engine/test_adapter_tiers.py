@@ -127,16 +127,23 @@ def test_the_least_recently_wanted_copies_go_first(
     assert set(tiers.held()) == {digest_of("large")}, "one that is larger than the budget is kept, alone"
 
 
-def test_what_the_system_says_of_a_path_stays_in_the_log(
-    make_tiers: Callable[..., AdapterTiers], caplog: pytest.LogCaptureFixture
-) -> None:
+def failure_by(make_tiers: Callable[..., AdapterTiers], error: Exception) -> LoadFailed:
+    """How a load ends whose read raises an error."""
+
     def read(digest: bytes) -> FakeAdapter:
-        raise PermissionError(13, "Permission denied", "/srv/store/secret")
+        raise error
 
     tiers = make_tiers(read=read)
     tiers.want(digest_of("a"))
     (failure,) = poll_until(tiers, 1)
     assert isinstance(failure, LoadFailed)
+    return failure
+
+
+def test_what_the_system_says_of_a_path_stays_in_the_log(
+    make_tiers: Callable[..., AdapterTiers], caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = failure_by(make_tiers, PermissionError(13, "Permission denied", "/srv/store/secret"))
     assert failure.reason == "the adapter's files could not be read (Permission denied)"
     assert "/srv/store/secret" in caplog.text
 
@@ -157,26 +164,14 @@ def test_what_the_system_says_of_a_path_stays_in_the_log(
 def test_a_store_that_is_away_is_told_from_what_it_keeps(
     make_tiers: Callable[..., AdapterTiers], error: Exception, later: bool
 ) -> None:
-    def read(digest: bytes) -> FakeAdapter:
-        raise error
-
-    tiers = make_tiers(read=read)
-    tiers.want(digest_of("a"))
-    (failure,) = poll_until(tiers, 1)
-    assert isinstance(failure, LoadFailed) and failure.may_be_read_later is later
+    assert failure_by(make_tiers, error).may_be_read_later is later
 
 
 @pytest.mark.parametrize("error", [CorruptBlob("The file f is corrupt."), BlobNotFound(bytes(32))])
 def test_who_asks_for_a_damaged_adapter_is_told_what_mends_it(
     make_tiers: Callable[..., AdapterTiers], error: Exception
 ) -> None:
-    def read(digest: bytes) -> FakeAdapter:
-        raise error
-
-    tiers = make_tiers(read=read)
-    tiers.want(digest_of("a"))
-    (failure,) = poll_until(tiers, 1)
-    assert isinstance(failure, LoadFailed) and failure.reason.endswith("upload them again")
+    assert failure_by(make_tiers, error).reason.endswith("upload them again")
 
 
 def test_reads_that_hang_keep_no_other_tenant_from_its_own(
